@@ -1,0 +1,161 @@
+"""Where each image, frame and text span lies in a sequence.
+
+A layout describes ONE sequence without its padding: token ``i`` is the ``i``-th real token that the
+model has seen. Everything else in the package speaks of tokens by this index, so that padding and
+batching are solved where a batch is taken apart, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conduit_kv.errors import InputError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Shape of one image (or video) in visual tokens.
+
+    Attributes
+    ----------
+    frames, rows, columns : int
+        ``frames`` is 1 for an image. A family that appends one newline token to each row counts it
+        as a further column.
+    tokens : int
+        Placeholder tokens of the image. It equals ``frames * rows * columns`` except where a family
+        cuts an image into tiles; then ``rows * columns`` describes the tiles stacked.
+    """
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens of a sequence are text, and where the others lie in which image.
+
+    Attributes
+    ----------
+    image : Tensor
+        ``[T]`` int64, the image that a token belongs to, in order of appearance; -1 for text.
+    frame, row, column : Tensor
+        ``[T]`` int64, the token's place in its image's grid; -1 for text.
+    grids : tuple of Grid
+        One per image.
+    """
+
+    image: Tensor
+    frame: Tensor
+    row: Tensor
+    column: Tensor
+    grids: tuple[Grid, ...] = ()
+
+    def __len__(self) -> int:
+        return int(self.image.shape[0])
+
+    @property
+    def visual(self) -> Tensor:
+        """``[T]`` bool, True for the visual tokens."""
+        return self.image >= 0
+
+    @property
+    def text(self) -> Tensor:
+        """``[T]`` bool, True for the text tokens."""
+        return self.image < 0
+
+    @property
+    def first_visual(self) -> int:
+        """Index of the first visual token; the length of the sequence if there is none."""
+        hits = torch.nonzero(self.visual)
+        return int(hits[0]) if len(hits) else len(self)
+
+    def select(self, tokens: Tensor) -> Layout:
+        """The layout of some of the tokens, ``tokens`` ``[S]`` int64, in that order."""
+        return Layout(
+            self.image[tokens], self.frame[tokens], self.row[tokens], self.column[tokens], self.grids
+        )
+
+    def extend(self, later: Layout) -> Layout:
+        """This sequence followed by ``later``, whose images are numbered on."""
+        shifted = torch.where(later.image >= 0, later.image + len(self.grids), later.image)
+        return Layout(
+            torch.cat([self.image, shifted]),
+            torch.cat([self.frame, later.frame]),
+            torch.cat([self.row, later.row]),
+            torch.cat([self.column, later.column]),
+            self.grids + later.grids,
+        )
+
+    def crop(self, length: int) -> Layout:
+        """The first ``length`` tokens; images that begin later are forgotten."""
+        kept = self.image[:length]
+        images = int(kept.max()) + 1 if length and bool((kept >= 0).any()) else 0
+        return Layout(
+            kept,
+            self.frame[:length],
+            self.row[:length],
+            self.column[:length],
+            self.grids[:images],
+        )
+
+    def counts(self, tokens: Tensor | None = None) -> list[int]:
+        """Visual tokens per image, of all tokens or of ``tokens`` ``[S]`` only."""
+        image = self.image if tokens is None else self.image[tokens]
+        return torch.bincount(image[image >= 0], minlength=len(self.grids)).tolist()
+
+    @staticmethod
+    def text_only(length: int) -> Layout:
+        """A sequence of ``length`` text tokens."""
+        minus = torch.full((length,), -1, dtype=torch.long)
+        return Layout(minus, minus, minus, minus)
+
+    @staticmethod
+    def of(visual: Tensor, grids: Sequence[Grid]) -> Layout:
+        """Lay ``grids`` out, in order, over the True places of ``visual``.
+
+        Parameters
+        ----------
+        visual : Tensor
+            ``[T]`` bool, the placeholder tokens of one sequence without padding.
+        grids : sequence of Grid
+            One per image, in order of appearance.
+
+        Raises
+        ------
+        InputError
+            If the placeholders and the images disagree in number.
+        """
+        places = torch.nonzero(visual.cpu()).flatten()
+        wanted = sum(grid.tokens for grid in grids)
+        if len(places) != wanted:
+            raise InputError(
+                f"the prompt has {len(places)} visual placeholder tokens but its {len(grids)} "
+                f"image(s) give {wanted}: pass exactly the images that the prompt names, in order"
+            )
+        layout = [torch.full((len(visual),), -1, dtype=torch.long) for _ in range(4)]
+        start = 0
+        for number, grid in enumerate(grids):
+            span = places[start : start + grid.tokens]
+            start += grid.tokens
+            cell = torch.arange(grid.tokens)
+            for target, value in zip(
+                layout,
+                (
+                    torch.full_like(cell, number),
+                    cell // (grid.rows * grid.columns),
+                    cell // grid.columns % grid.rows,
+                    cell % grid.columns,
+                ),
+                strict=True,
+            ):
+                target[span] = value
+        return Layout(*layout, tuple(grids))

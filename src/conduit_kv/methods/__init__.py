@@ -1,0 +1,9 @@
+"""One file, one method: what each published system does, as a frozen dataclass.
+
+Importing this package registers every method.
+"""
+
+from conduit_kv.methods import evict as evict
+from conduit_kv.methods.base import STAGES, Method, read_field, register, registry
+
+__all__ = ["STAGES", "Method", "read_field", "register", "registry"]

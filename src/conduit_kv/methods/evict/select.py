@@ -1,0 +1,93 @@
+"""From scores to kept tokens: one ranking for every evict method."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from conduit_kv.budget import largest_remainder
+from conduit_kv.layout import Layout
+
+PROTECTED = 127
+"""Tier of tokens that are never evicted."""
+
+
+def ranking(score: Tensor, tier: Tensor) -> Tensor:
+    """``[S]`` int64: candidates from first to last kept; ties go to the lower index.
+
+    Parameters
+    ----------
+    score : Tensor
+        ``[S]`` fp32; not-a-number ranks last.
+    tier : Tensor
+        ``[S]`` int8.
+    """
+    score = torch.nan_to_num(score.float().cpu(), nan=float("-inf"))
+    by_score = torch.sort(score, descending=True, stable=True).indices
+    by_tier = torch.sort(tier.cpu()[by_score], descending=True, stable=True).indices
+    return by_score[by_tier]
+
+
+def keep_best(
+    score: Tensor,
+    tier: Tensor,
+    budget: int,
+    layout: Layout,
+    *,
+    by_image: bool = False,
+    cover: float = 0.0,
+    cover_rank: Tensor | None = None,
+) -> Tensor:
+    """The candidates kept, ascending.
+
+    Parameters
+    ----------
+    score, tier : Tensor
+        ``[S]``, see :class:`conduit_kv.methods.evict.base.Scores`.
+    budget : int
+        How many are kept; protected ones are kept even beyond it.
+    layout : Layout
+        Of the ``S`` candidates.
+    by_image : bool
+        Share the visual tokens kept over the images in proportion to what each has left.
+    cover : float
+        Share of the visual tokens kept (of each image, with ``by_image``) that goes in the order
+        of ``cover_rank`` instead of the score.
+    cover_rank : Tensor or None
+        ``[S]`` int64, lower first.
+    """
+    order = ranking(score, tier)
+    protected = int((tier == PROTECTED).sum())
+    kept = order[: max(budget, protected)]
+    if by_image or (cover and cover_rank is not None):
+        visual = layout.visual
+        free = visual[kept] & (tier.cpu()[kept] != PROTECTED)
+        others, number = kept[~free], int(free.sum())
+        pool = order[(visual & (tier.cpu() != PROTECTED))[order]]
+        if by_image:
+            owner = layout.image[pool]
+            sizes = torch.bincount(owner, minlength=len(layout.grids))
+            shares = (sizes.double() * number / max(int(sizes.sum()), 1)).tolist()
+            pools = [
+                (pool[owner == image], count)
+                for image, count in enumerate(largest_remainder(shares, number))
+            ]
+        else:
+            pools = [(pool, number)]
+        chosen = [
+            _cover_then_score(ranked, count, cover, cover_rank) for ranked, count in pools
+        ]
+        kept = torch.cat([others, *chosen])
+    return torch.sort(kept).values
+
+
+def _cover_then_score(
+    ranked: Tensor, count: int, cover: float, cover_rank: Tensor | None
+) -> Tensor:
+    """``count`` of ``ranked``: the first by cover, the others in the order given."""
+    if not cover or cover_rank is None:
+        return ranked[:count]
+    n_cover = round(cover * count)
+    covering = ranked[torch.sort(cover_rank[ranked], stable=True).indices][:n_cover]
+    rest = ranked[~torch.isin(ranked, covering)]
+    return torch.cat([covering, rest[: count - n_cover]])
