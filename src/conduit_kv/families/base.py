@@ -1,0 +1,115 @@
+"""What Conduit must know of a model family, and nothing else.
+
+To add a family: subclass :class:`Family` in a file of its own, list it in
+``families/__init__.py``, and add a tiny random model of its real class to ``tests/tiny``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from conduit_kv.layout import Grid, Layout
+
+
+class Family(ABC):
+    """Adapter of one family of vision-language models.
+
+    An adapter is stateless: everything that belongs to a request travels in arguments.
+    """
+
+    name: ClassVar[str]
+    """As shown to users, e.g. ``"Qwen3-VL"``."""
+    model_types: ClassVar[tuple[str, ...]]
+    """``config.model_type`` of the models it covers."""
+    position_axes: ClassVar[int] = 1
+    """1 for RoPE; 3 (time, row, column) for M-RoPE."""
+    needs_torchvision: ClassVar[bool] = False
+    """Whether the family's processor needs torchvision."""
+
+    # -- where things are --------------------------------------------------------------------
+
+    def text_model(self, model: PreTrainedModel) -> nn.Module:
+        """The text decoder stack: embeddings, ``layers``, ``norm``, ``rotary_emb``."""
+        return model.model.language_model  # type: ignore[no-any-return]
+
+    def layers(self, text_model: nn.Module) -> Sequence[nn.Module]:
+        """The decoder layers in order."""
+        return text_model.layers[: text_model.config.num_hidden_layers]  # type: ignore
+
+    def attention(self, layer: nn.Module) -> nn.Module:
+        """A decoder layer's attention module."""
+        return layer.self_attn  # type: ignore[return-value]
+
+    def layer_kind(self, text_model: nn.Module, layer: int) -> Literal["full", "sliding"]:
+        """Whether a layer is causal full attention (evictable) or has a sliding window."""
+        window = getattr(self.attention(self.layers(text_model)[layer]), "sliding_window", None)
+        if window is None:
+            config: Any = text_model.config
+            kinds = getattr(config, "layer_types", None)
+            if kinds is None:
+                window = getattr(config, "sliding_window", None)
+            else:
+                window = None if kinds[layer] == "full_attention" else 1
+        return "full" if window is None else "sliding"
+
+    # -- what a request holds ----------------------------------------------------------------
+
+    @abstractmethod
+    def visual_mask(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """``ids`` ``[..., T]`` int64 to a bool mask of its placeholder tokens."""
+
+    @abstractmethod
+    def grids(
+        self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[list[Grid]]:
+        """The images of each sequence, in order of appearance.
+
+        Parameters
+        ----------
+        ids : sequence of Tensor
+            ``[T_b]`` int64 of each sequence of the batch, without padding.
+        inputs : mapping
+            What the processor gave (``pixel_values``, ``image_grid_thw``, ``image_sizes`` ...).
+        """
+
+    def layouts(
+        self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[Layout]:
+        """One layout per sequence of the batch.
+
+        Raises
+        ------
+        InputError
+            If the placeholders and the images disagree in number.
+        """
+        grids = self.grids(model, ids, inputs)
+        return [
+            Layout.of(self.visual_mask(model, row), row_grids)
+            for row, row_grids in zip(ids, grids, strict=True)
+        ]
+
+    def relative_positions(
+        self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Position ids of each sequence counted from 0: ``[T_b]``, or ``[3, T_b]`` for M-RoPE."""
+        return [torch.arange(len(row)) for row in ids]
+
+    # -- inside the decoder loop -------------------------------------------------------------
+
+    def after_layer(
+        self, text_model: nn.Module, layer: int, hidden: Tensor, features: Mapping[str, Any]
+    ) -> Tensor:
+        """What the family adds to the hidden states after a layer (deepstack); else nothing.
+
+        Parameters
+        ----------
+        features : mapping
+            Keyword arguments that the top-level forward gave to the text model.
+        """
+        return hidden
