@@ -17,6 +17,50 @@ from conduit_kv.errors import InputError
 
 
 @dataclass(frozen=True)
+class View:
+    """A run of an image's tokens: one frame, or a part of it.
+
+    Attributes
+    ----------
+    frame : int
+        The frame that it belongs to.
+    rows, columns : int
+        Its shape in tokens.
+    row : int
+        The frame's row at which it begins.
+    tile_rows, tile_columns : int
+        Shape of the tiles that it is cut into, if the model sees the tokens tile after tile;
+        0 if it sees them row after row.
+    """
+
+    frame: int
+    rows: int
+    columns: int
+    row: int = 0
+    tile_rows: int = 0
+    tile_columns: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+    def cells(self) -> Tensor:
+        """``[3, tokens]`` int64: frame, row and column of each token, in the model's order."""
+        height, width = self.tile_rows or self.rows, self.tile_columns or self.columns
+        tiles = torch.arange(self.tokens).view(
+            self.rows // height, height, self.columns // width, width
+        )
+        order = tiles.transpose(1, 2).reshape(-1)
+        return torch.stack(
+            [
+                torch.full_like(order, self.frame),
+                order // self.columns + self.row,
+                order % self.columns,
+            ]
+        )
+
+
+@dataclass(frozen=True)
 class Grid:
     """Shape of one image (or video) in visual tokens.
 
@@ -24,19 +68,37 @@ class Grid:
     ----------
     frames, rows, columns : int
         ``frames`` is 1 for an image. A family that appends one newline token to each row counts it
-        as a further column.
-    tokens : int
-        Placeholder tokens of the image. It equals ``frames * rows * columns`` except where a family
-        cuts an image into tiles; then ``rows * columns`` describes the tiles stacked.
+        as a further column. A family that cuts an image into tiles has two frames: 0 is the whole
+        image at low resolution, 1 the tiles laid together.
+    views : tuple of View
+        Where the tokens are not simply ``frames * rows * columns``: the runs of tokens in the
+        model's order; ``frames``, ``rows`` and ``columns`` then bound every token's place.
     """
 
     frames: int
     rows: int
     columns: int
+    views: tuple[View, ...] = ()
 
     @property
     def tokens(self) -> int:
+        """Placeholder tokens of the image."""
+        if self.views:
+            return sum(view.tokens for view in self.views)
         return self.frames * self.rows * self.columns
+
+    def cells(self) -> Tensor:
+        """``[3, tokens]`` int64: frame, row and column of each token, in the model's order."""
+        if self.views:
+            return torch.cat([view.cells() for view in self.views], dim=1)
+        cell = torch.arange(self.tokens)
+        return torch.stack(
+            [
+                cell // (self.rows * self.columns),
+                cell // self.columns % self.rows,
+                cell % self.columns,
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +143,11 @@ class Layout:
     def select(self, tokens: Tensor) -> Layout:
         """The layout of some of the tokens, ``tokens`` ``[S]`` int64, in that order."""
         return Layout(
-            self.image[tokens], self.frame[tokens], self.row[tokens], self.column[tokens], self.grids
+            self.image[tokens],
+            self.frame[tokens],
+            self.row[tokens],
+            self.column[tokens],
+            self.grids,
         )
 
     def extend(self, later: Layout) -> Layout:
@@ -141,21 +207,12 @@ class Layout:
                 f"the prompt has {len(places)} visual placeholder tokens but its {len(grids)} "
                 f"image(s) give {wanted}: pass exactly the images that the prompt names, in order"
             )
-        layout = [torch.full((len(visual),), -1, dtype=torch.long) for _ in range(4)]
+        layout = torch.full((4, len(visual)), -1, dtype=torch.long)
         start = 0
         for number, grid in enumerate(grids):
             span = places[start : start + grid.tokens]
             start += grid.tokens
-            cell = torch.arange(grid.tokens)
-            for target, value in zip(
-                layout,
-                (
-                    torch.full_like(cell, number),
-                    cell // (grid.rows * grid.columns),
-                    cell // grid.columns % grid.rows,
-                    cell % grid.columns,
-                ),
-                strict=True,
-            ):
-                target[span] = value
-        return Layout(*layout, tuple(grids))
+            layout[0, span] = number
+            layout[1:, span] = grid.cells()
+        image, frame, row, column = layout.unbind()
+        return Layout(image, frame, row, column, tuple(grids))

@@ -7,8 +7,11 @@ from transformers import PreTrainedModel
 from conduit_kv.errors import ModelError
 from conduit_kv.families.base import Family
 from conduit_kv.families.llava import Llava
+from conduit_kv.families.qwen2_5_vl import Qwen25VL
+from conduit_kv.families.qwen2_vl import Qwen2VL
+from conduit_kv.families.qwen3_vl import Qwen3VL
 
-FAMILIES: tuple[Family, ...] = (Llava(),)
+FAMILIES: tuple[Family, ...] = (Llava(), Qwen2VL(), Qwen25VL(), Qwen3VL())
 """All families, in the order of the support matrix."""
 
 
@@ -27,7 +30,7 @@ def family_of(model: PreTrainedModel) -> Family:
     known = ", ".join(family.name for family in FAMILIES)
     raise ModelError(
         f"no adapter for models of type {kind!r}; Conduit knows {known}. "
-        "docs/structure.md says how to add a family."
+        "docs/families.md says how to add a family."
     )
 
 

@@ -46,17 +46,24 @@ class Family(ABC):
         """A decoder layer's attention module."""
         return layer.self_attn  # type: ignore[return-value]
 
-    def layer_kind(self, text_model: nn.Module, layer: int) -> Literal["full", "sliding"]:
-        """Whether a layer is causal full attention (evictable) or has a sliding window."""
-        window = getattr(self.attention(self.layers(text_model)[layer]), "sliding_window", None)
-        if window is None:
-            config: Any = text_model.config
-            kinds = getattr(config, "layer_types", None)
-            if kinds is None:
-                window = getattr(config, "sliding_window", None)
-            else:
-                window = None if kinds[layer] == "full_attention" else 1
-        return "full" if window is None else "sliding"
+    def layer_kind(self, text_model: nn.Module, layer: int) -> Literal["full", "sliding", "other"]:
+        """What a layer attends with: only causal full attention is evictable.
+
+        ``"sliding"`` has a window, ``"other"`` is anything else: linear attention, chunks,
+        attention in both directions.
+        """
+        config: Any = text_model.config
+        kinds = getattr(config, "layer_types", None)
+        kind = kinds[layer] if kinds else None
+        if kind not in (None, "full_attention", "sliding_attention"):
+            return "other"
+        attention = getattr(self.layers(text_model)[layer], "self_attn", None)
+        if attention is None or not getattr(attention, "is_causal", True):
+            return "other"
+        window = getattr(attention, "sliding_window", None)
+        if window is None and kind is None:
+            window = getattr(config, "sliding_window", None)
+        return "full" if window is None and kind != "sliding_attention" else "sliding"
 
     # -- what a request holds ----------------------------------------------------------------
 
@@ -77,6 +84,22 @@ class Family(ABC):
         inputs : mapping
             What the processor gave (``pixel_values``, ``image_grid_thw``, ``image_sizes`` ...).
         """
+
+    @staticmethod
+    def has_pixels(kinds: Sequence[Tensor], inputs: Mapping[str, Any]) -> bool:
+        """Whether the images of ``inputs`` are those of these very tokens.
+
+        ``generate`` keeps passing grids and sizes, but no pixels, while it decodes text.
+
+        Parameters
+        ----------
+        kinds : sequence of Tensor
+            ``[T_b]`` of each sequence, above 0 at placeholders.
+        """
+        pixels = ("pixel_values", "pixel_values_videos")
+        return any(inputs.get(key) is not None for key in pixels) or any(
+            bool((row > 0).any()) for row in kinds
+        )
 
     def layouts(
         self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]

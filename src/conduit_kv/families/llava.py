@@ -5,26 +5,61 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conduit_kv.families.base import Family
-from conduit_kv.layout import Grid
+from conduit_kv.families.binding import IMAGE, bind
+from conduit_kv.layout import Grid, View
 
 
 class Llava(Family):
-    """``LlavaForConditionalGeneration`` over any text model that Conduit can run."""
+    """``LlavaForConditionalGeneration`` over any text model and image encoder.
+
+    The number of visual tokens follows from the pixels, as in the processor; the configuration's
+    ``image_seq_length`` is not read, since many checkpoints carry a default there.
+    """
 
     name = "LLaVA-1.5"
     model_types = ("llava",)
 
     def visual_mask(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        return ids == model.config.image_token_id
+        mask: Tensor = ids == model.config.image_token_id
+        return mask
 
     def grids(
         self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
     ) -> list[list[Grid]]:
-        vision = model.config.vision_config
-        side = vision.image_size // vision.patch_size
-        grid = Grid(1, side, side)
-        return [[grid] * (int(self.visual_mask(model, row).sum()) // grid.tokens) for row in ids]
+        kinds = [self.visual_mask(model, row).long() * IMAGE for row in ids]
+        pixels = inputs.get("pixel_values")
+        patch = _pair(model.config.vision_config.patch_size)
+        if inputs.get("image_sizes") is not None:  # encoders of any size (Pixtral)
+            sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2).tolist()
+        elif pixels is not None:
+            sizes = [list(pixels.shape[-2:])] * len(pixels)
+        else:  # features computed before: the configuration's size, as many as there are
+            size = list(_pair(model.config.vision_config.image_size))
+            grid = self._grid(model, size, patch)
+            sizes = [size] * (sum(int(row.sum()) for row in kinds) // grid.tokens)
+        queue = [self._grid(model, size, patch) for size in sizes]
+        return bind(kinds, {IMAGE: queue}, complete=self.has_pixels(kinds, inputs))
+
+    def _grid(self, model: PreTrainedModel, size: Sequence[int], patch: tuple[int, int]) -> Grid:
+        rows, columns = size[0] // patch[0], size[1] // patch[1]
+        full = model.config.vision_feature_select_strategy == "full"
+        if full and _has_class_token(model.model.vision_tower):
+            # The class token comes first; it is labelled as a row of its own below the patches.
+            return Grid(1, rows + 1, columns, (View(0, 1, 1, rows), View(0, rows, columns)))
+        return Grid(1, rows, columns)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, (list, tuple)):
+        return int(value[0]), int(value[1])
+    return int(value), int(value)
+
+
+def _has_class_token(tower: nn.Module) -> bool:
+    names = (name.rpartition(".")[2] for name, _ in tower.named_parameters())
+    return any(name in ("class_embedding", "cls_token") for name in names)

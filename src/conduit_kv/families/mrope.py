@@ -1,0 +1,132 @@
+"""What the Qwen-VL families share: grids from ``*_grid_thw`` and three-axis positions (M-RoPE)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conduit_kv.errors import InputError
+from conduit_kv.families.base import Family
+from conduit_kv.families.binding import IMAGE, VIDEO, bind
+from conduit_kv.layout import Grid
+
+
+class MRope(Family):
+    """Images and videos of any size; positions have the axes time, row and column.
+
+    A visual token is a square of ``spatial_merge_size`` x ``spatial_merge_size`` patches; a frame
+    of a video is ``temporal_patch_size`` frames of its file.
+    """
+
+    position_axes = 3
+    needs_torchvision = True
+
+    def visual_mask(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        return self.kinds(model, ids) > 0
+
+    def kinds(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """``ids`` ``[..., T]`` to 0 for text, 1 for images, 2 for videos, int64."""
+        image: Tensor = ids == model.config.image_token_id
+        video: Tensor = ids == model.config.video_token_id
+        return image.long() * IMAGE + video.long() * VIDEO
+
+    def grids(
+        self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[list[Grid]]:
+        merge = model.config.vision_config.spatial_merge_size
+        kinds = [self.kinds(model, row) for row in ids]
+        queues = {
+            kind: [Grid(t, h // merge, w // merge) for t, h, w in _rows(inputs.get(key))]
+            for kind, key in ((IMAGE, "image_grid_thw"), (VIDEO, "video_grid_thw"))
+        }
+        return bind(kinds, queues, complete=self.has_pixels(kinds, inputs))
+
+    def relative_positions(
+        self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """``[3, T_b]`` int64 of each sequence, by the model's own ``get_rope_index``.
+
+        That function reads the configuration and its arguments only, and its result moves with the
+        position at which a sequence begins: what follows ``n`` tokens whose largest position is
+        ``p`` has these positions plus ``p + 1``.
+        """
+        images, videos = _rows(inputs.get("image_grid_thw")), _rows(inputs.get("video_grid_thw"))
+        seconds = inputs.get("second_per_grid_ts")
+        seconds = [1.0] * len(videos) if seconds is None else [float(s) for s in seconds]
+        positions: list[Tensor] = []
+        image = video = 0
+        for row, grids in zip(ids, self.grids(model, ids, inputs), strict=True):
+            kinds = self.kinds(model, row)
+            n_videos = _count(kinds, grids, VIDEO)
+            n_images = len(grids) - n_videos
+            if not grids:
+                positions.append(torch.arange(len(row), device=row.device).expand(3, -1))
+                continue
+            mine = images[image : image + n_images], videos[video : video + n_videos]
+            self._check_runs(model, kinds, *mine)
+            arguments: dict[str, Any] = {
+                "mm_token_type_ids": kinds[None],
+                "image_grid_thw": _thw(mine[0], row),
+                "video_grid_thw": _thw(mine[1], row),
+            }
+            if n_videos:
+                arguments["second_per_grid_ts"] = seconds[video : video + n_videos]
+            image, video = image + n_images, video + n_videos
+            found, _ = model.model.get_rope_index(row[None], **arguments)
+            positions.append(found[:, 0])
+        return positions
+
+    def frames_are_apart(self) -> bool:
+        """Whether text (time stamps) stands between the frames of a video."""
+        return False
+
+    def _check_runs(
+        self,
+        model: PreTrainedModel,
+        kinds: Tensor,
+        images: list[list[int]],
+        videos: list[list[int]],
+    ) -> None:
+        """``get_rope_index`` takes one grid per run of placeholders: see that they agree."""
+        if self.frames_are_apart():
+            videos = [[1, h, w] for t, h, w in videos for _ in range(t)]
+        merge = model.config.vision_config.spatial_merge_size
+        queues = {IMAGE: iter(images), VIDEO: iter(videos)}
+        for kind, run in groupby(kinds.tolist()):
+            if not kind:
+                continue
+            length = len(list(run))
+            t, h, w = next(queues[kind], [0, 0, 0])
+            if length != t * h * w // merge**2:
+                raise InputError(
+                    f"a run of {length} placeholder tokens does not match its image or video "
+                    f"({t} x {h // merge} x {w // merge} tokens): {self.name} needs a "
+                    "vision-start and a vision-end token around each, as its chat template writes"
+                )
+
+
+def _rows(grid_thw: Any) -> list[list[int]]:
+    """``[N, 3]`` to N lists ``[t, h, w]`` in patches."""
+    if grid_thw is None:
+        return []
+    rows: list[list[int]] = torch.as_tensor(grid_thw).reshape(-1, 3).tolist()
+    return rows
+
+
+def _thw(rows: list[list[int]], like: Tensor) -> Tensor | None:
+    return torch.tensor(rows, dtype=torch.long, device=like.device) if rows else None
+
+
+def _count(kinds: Tensor, grids: Sequence[Grid], kind: int) -> int:
+    """How many of one sequence's ``grids`` are of ``kind``."""
+    visual = kinds[kinds > 0].tolist()
+    place = count = 0
+    for grid in grids:
+        count += visual[place] == kind
+        place += grid.tokens
+    return count
