@@ -1,0 +1,150 @@
+"""Ways to compute the same attention, and the choice between them.
+
+All work at KV-head granularity: the query heads of a group are rows of one matrix product, so K
+and V are never repeated. ``n`` query rows are the newest tokens; they see everything older and, of
+each other, what came before. SDPA is the reference; the grouped product is faster where the table
+in ``choice.py`` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from conduit_kv.attention.choice import choose
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which slots the query rows may see, where "everything older" does not say it.
+
+    Attributes
+    ----------
+    index : Tensor
+        ``[B, g, S]``, g = 1 or G: each slot's token; -1 for a slot that holds none.
+    rows : Tensor
+        ``[B, n]``: each query row's token; -1 for padding.
+    window : int or None
+        A row sees only the last ``window`` tokens up to itself.
+    """
+
+    index: Tensor
+    rows: Tensor
+    window: int | None = None
+
+    def block(self, start: int, stop: int, columns: int) -> Tensor:
+        """``[B, g, rows, columns]`` bool: what rows ``start:stop`` see of the first columns."""
+        slots = self.index[:, :, None, :columns]
+        rows = self.rows[:, None, start:stop, None]
+        seen = (slots >= 0) & (slots <= rows)
+        if self.window is not None:
+            seen = seen & (slots > rows - self.window)
+        return seen
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    *,
+    new: int,
+    mask: Mask | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the newest rows over the slots of one segment.
+
+    Parameters
+    ----------
+    query : Tensor
+        ``[B, H, n, d]``.
+    keys, values : Tensor
+        ``[B, G, S, d]``.
+    scaling : float
+        Factor of the logits.
+    new : int
+        How many of the last slots are the query rows themselves (``n``, or 0 for a segment that
+        holds only older tokens).
+    mask : Mask or None
+        None if every slot holds a token and there is no window: then a row sees all older slots.
+    with_lse : bool
+        Also return the log-sum-exp of each row, for merging.
+
+    Returns
+    -------
+    output : Tensor
+        ``[B, H, n, d]``.
+    lse : Tensor or None
+        ``[B, H, n]`` fp32.
+    """
+    if mask is None and not with_lse:
+        path = choose(query, keys, new)
+        if path == "sdpa":
+            return _sdpa(query, keys, values, scaling, new), None
+    return grouped(query, keys, values, scaling, new=new, mask=mask, with_lse=with_lse)
+
+
+def _sdpa(query: Tensor, keys: Tensor, values: Tensor, scaling: float, new: int) -> Tensor:
+    grouped_heads = query.shape[1] != keys.shape[1]
+    n, slots = query.shape[2], keys.shape[2]
+    visible = None
+    if new > 1 and slots != n:
+        visible = torch.ones(n, slots, dtype=torch.bool, device=query.device).tril(slots - n)
+    return scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=visible,
+        is_causal=new > 1 and visible is None,
+        scale=scaling,
+        enable_gqa=grouped_heads,
+    )
+
+
+def grouped(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    *,
+    new: int,
+    mask: Mask | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The grouped, blocked product: see :func:`attend`. Memory is ``H x block x S``."""
+    batch, heads, n, _ = query.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    query = (query * scaling).view(batch, kv_heads, group, n, -1)
+    keys_t = keys.transpose(2, 3)
+    older = slots - new
+    outputs, sums = [], []
+    for start in range(0, n, _BLOCK):
+        stop = min(start + _BLOCK, n)
+        rows = stop - start
+        columns = min(older + stop, slots) if new else slots
+        part = query[:, :, :, start:stop].reshape(batch, kv_heads, group * rows, -1)
+        logits = torch.matmul(part, keys_t[..., :columns])
+        by_row = logits.view(batch, kv_heads, group, rows, columns)
+        if mask is not None:
+            seen = mask.block(start, stop, columns)[:, :, None]
+            by_row.masked_fill_(~seen, -math.inf)
+        elif new and rows > 1:
+            future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+            by_row[..., columns - rows :].masked_fill_(future, -math.inf)
+        weights = logits.softmax(-1)
+        if mask is not None:
+            weights = weights.nan_to_num(0.0)  # a row of padding, or one that sees nothing here
+        output = torch.matmul(weights, values[:, :, :columns])
+        outputs.append(output.view(batch, kv_heads, group, rows, -1))
+        if with_lse:
+            sums.append(torch.logsumexp(by_row.float(), dim=-1))
+    output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)).flatten(1, 2)
+    lse = torch.cat(sums, dim=3).flatten(1, 2) if with_lse else None
+    return output, lse

@@ -1,0 +1,15 @@
+"""A request's KV cache: layers of segments, with which tokens they hold."""
+
+from conduit_kv.cache.cache import Progress, VisualCache
+from conduit_kv.cache.layer import Kept, VisualLayer
+from conduit_kv.cache.segments import DenseSegment, RaggedSegment, Segment
+
+__all__ = [
+    "DenseSegment",
+    "Kept",
+    "Progress",
+    "RaggedSegment",
+    "Segment",
+    "VisualCache",
+    "VisualLayer",
+]

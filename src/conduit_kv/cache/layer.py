@@ -1,0 +1,270 @@
+"""One decoder layer's share of a request's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from conduit_kv.attention.merge import merge_parts
+from conduit_kv.cache.segments import DenseSegment, RaggedSegment, Segment
+from conduit_kv.errors import PlanError
+
+if TYPE_CHECKING:
+    from conduit_kv.cache.cache import Progress
+
+Kept = Sequence[Sequence[Tensor]]
+"""Per sequence, per KV head (or one for all heads): ``[n]`` int64 tokens, ascending."""
+
+
+class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
+    """What a layer holds: frozen segments, and a dense tail that new tokens are appended to.
+
+    Parameters
+    ----------
+    progress : Progress
+        What the request has seen, shared by all layers.
+    kind : {"full", "sliding"}
+        Sliding layers are left alone by every method.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, progress: Progress, kind: str = "full") -> None:
+        super().__init__()
+        self.progress = progress
+        self.kind = kind
+        self.frozen: list[Segment] = []
+        self.tail: DenseSegment | None = None
+
+    # -- Transformers' cache-layer contract --------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.tail = DenseSegment.empty(key_states, value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the step's tokens; attention reads the segments, not what is returned."""
+        if self.tail is None:
+            self.lazy_initialization(key_states, value_states)
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        tail.append(
+            key_states, value_states, self.progress.step_tokens, self.progress.step_padded
+        )
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.progress.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.progress.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.frozen, self.tail, self.is_initialized = [], None, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.tail is not None:
+            rows = torch.arange(self.batch, device=self.tail.keys.device)
+            self.select_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select_rows(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of every sequence.
+
+        Raises
+        ------
+        PlanError
+            If some of them were evicted: their neighbours cannot be told apart from them any more.
+        """
+        count = abs(int(tokens_to_remove))
+        if count == 0 or self.tail is None:
+            return
+        if self.tail.length < count or not self._tail_is_last(count):
+            raise PlanError(
+                f"cannot take back {count} tokens: eviction has acted on them. Take back fewer, or "
+                "decode under a plan that evicts nothing"
+            )
+        self.tail.crop(count)
+
+    # -- what a request's other parts use -----------------------------------------------------
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All segments, oldest first."""
+        return [*self.frozen, self.tail] if self.tail is not None else list(self.frozen)
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the batch; 0 before the first token."""
+        return 0 if self.tail is None else int(self.tail.keys.shape[0])
+
+    @property
+    def kv_heads(self) -> int:
+        return 0 if self.tail is None else int(self.tail.keys.shape[1])
+
+    def _tail_is_last(self, count: int) -> bool:
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        wanted = self.progress.last_tokens(count).to(tail.index.device)
+        return bool((tail.index[:, :, tail.length - count :] == wanted[:, None]).all())
+
+    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """``[B, H, n, d]``: attention of the step's rows over all that the layer holds."""
+        rows = self.progress.step_tokens
+        segments = [segment for segment in self.segments if segment.slots]
+        parts = [
+            segment.attend(query, scaling, rows, window, with_lse=len(segments) > 1)
+            for segment in segments
+        ]
+        if len(parts) == 1:
+            return parts[0][0]
+        return merge_parts([(output, lse) for output, lse in parts if lse is not None])
+
+    def heads_agree(self, row: int) -> bool:
+        """Whether all KV heads of a sequence hold the same tokens."""
+        return not self.frozen and self.tail is not None and self.tail.heads_agree
+
+    def held(self, row: int, head: int) -> Tensor:
+        """``[S]`` int64 ascending: the tokens that a sequence's KV head holds."""
+        parts = [segment.held(row, head) for segment in self.segments]
+        return torch.sort(torch.cat(parts)).values if parts else torch.empty(0, dtype=torch.long)
+
+    def read(self, row: int, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``[S]`` ascending and K, V ``[G', S, d]`` of KV heads that hold the same."""
+        tokens = torch.cat([segment.held(row, heads[0]) for segment in self.segments])
+        pairs = [
+            [segment.read(row, head) for segment in self.segments if segment.slots]
+            for head in heads
+        ]
+        single = len(pairs[0]) == 1
+        if single and isinstance(self.tail, DenseSegment) and not self.tail.holes:
+            keys, values = self.tail.keys[row], self.tail.values[row]
+            if len(heads) != self.kv_heads:
+                keys, values = keys[list(heads)], values[list(heads)]
+        else:
+            keys = torch.stack([torch.cat([k for k, _ in head]) for head in pairs])
+            values = torch.stack([torch.cat([v for _, v in head]) for head in pairs])
+        if bool((tokens[1:] > tokens[:-1]).all()):
+            return tokens, keys, values
+        order = torch.argsort(tokens)
+        return tokens[order], keys[:, order], values[:, order]
+
+    def keep(self, kept: Kept, changed: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
+        """Hold ``kept`` and nothing else.
+
+        Parameters
+        ----------
+        kept : sequence of sequence of Tensor
+            See :data:`Kept`.
+        changed : dict
+            For some sequences, K and V ``[G, S, d]`` of all tokens held, in ascending order, to
+            take instead of those stored (LOOK-M folds evicted tokens into kept ones).
+        """
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        agree = all(len(heads) == 1 for heads in kept)
+        rows: list[list[tuple[Tensor, Tensor, Tensor]]] = []
+        for row, heads in enumerate(kept):
+            parts = []
+            for head in range(self.kv_heads):
+                tokens = heads[0 if len(heads) == 1 else head]
+                held, keys, values = self.read(row, [head])
+                if changed and row in changed:
+                    keys, values = (x[head : head + 1] for x in changed[row])
+                at = torch.searchsorted(held, tokens).to(keys.device)
+                parts.append(
+                    (keys[0][at], values[0][at], tokens.to(keys.device, dtype=torch.int32))
+                )
+            rows.append(parts)
+        sizes = {len(part[2]) for parts in rows for part in parts}
+        by_head = [{len(parts[head][2]) for parts in rows} for head in range(self.kv_heads)]
+        if any(sizes_of_head != by_head[0] for sizes_of_head in by_head) and len(sizes) > 1:
+            self.frozen = [RaggedSegment(rows)]
+            self.tail = DenseSegment.empty(tail.keys, tail.values)
+        else:
+            self.frozen = []
+            self.tail = self._dense(rows, agree, tail)
+
+    def _dense(
+        self, rows: list[list[tuple[Tensor, Tensor, Tensor]]], agree: bool, like: DenseSegment
+    ) -> DenseSegment:
+        longest = max(len(part[2]) for parts in rows for part in parts)
+        shortest = min(len(part[2]) for parts in rows for part in parts)
+        fresh = DenseSegment.empty(like.keys, like.values, 1 if agree else self.kv_heads)
+        keys = fresh.keys.new_zeros((len(rows), self.kv_heads, longest, like.keys.shape[3]))
+        values = fresh.values.new_zeros((len(rows), self.kv_heads, longest, like.values.shape[3]))
+        index = torch.full(
+            (len(rows), 1 if agree else self.kv_heads, longest),
+            -1,
+            dtype=torch.int32,
+            device=keys.device,
+        )
+        for row, parts in enumerate(rows):
+            for head, (key, value, tokens) in enumerate(parts):
+                size = len(tokens)
+                keys[row, head, longest - size :] = key
+                values[row, head, longest - size :] = value
+                if head < index.shape[1]:
+                    index[row, head, longest - size :] = tokens
+        return DenseSegment(keys, values, index, longest, shortest < longest)
+
+    def drop(self, tokens: Sequence[Tensor]) -> None:
+        """Drop ``tokens[row]`` (all KV heads alike) after a decoding step."""
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        if len(tokens) == 1 and not self.frozen and tail.heads_agree and not tail.holes:
+            index = tail.index[0, 0]
+            for token in tokens[0].tolist():
+                tail.replace_slot(int(torch.nonzero(tail.index[0, 0] == token)[0]))
+            del index
+            return
+        kept = []
+        for row in range(self.batch):
+            heads = [0] if self.heads_agree(row) else range(self.kv_heads)
+            kept.append(
+                [held[~torch.isin(held, tokens[row])] for held in (self.held(row, h) for h in heads)]
+            )
+        self.keep(kept)
+
+    def snapshot(self) -> tuple[list[Segment], DenseSegment | None, int]:
+        """What :meth:`restore` needs to forget tokens appended from now on."""
+        return list(self.frozen), self.tail, 0 if self.tail is None else self.tail.length
+
+    def restore(self, state: tuple[list[Segment], DenseSegment | None, int]) -> None:
+        """Go back to a :meth:`snapshot`."""
+        self.frozen, self.tail, length = state
+        self.is_initialized = self.tail is not None
+        if self.tail is not None:
+            self.tail.crop(self.tail.length - length)
+
+    def share(self, other: VisualLayer, *, copy_tail: bool) -> None:
+        """Hold what ``other`` holds. Without ``copy_tail`` nothing may be appended here."""
+        self.frozen = list(other.frozen)
+        self.is_initialized = other.is_initialized
+        if other.tail is not None:
+            self.tail = other.tail.copy() if copy_tail else other.tail
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch's sequences ``rows``, which may repeat."""
+        if self.tail is None:
+            return
+        rows = rows.to(self.tail.keys.device)
+        self.frozen = [segment.select_rows(rows) for segment in self.frozen]
+        self.tail = self.tail.select_rows(rows)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Every tensor held: its kind, itself, and the bytes of it in use."""
+        for segment in self.segments:
+            yield from segment.tensors()

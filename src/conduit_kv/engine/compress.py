@@ -1,0 +1,357 @@
+"""``compress``: run a plan under a user's own, unchanged Transformers code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from conduit_kv.compat import cache_name, take_cache
+from conduit_kv.engine.report import Report
+from conduit_kv.engine.request import JoinedCache, RequestCache
+from conduit_kv.errors import InputError, PlanError
+from conduit_kv.families import Family, family_of
+from conduit_kv.layout import Layout
+from conduit_kv.methods.base import Method
+from conduit_kv.plan import Plan
+from conduit_kv.stack import run_stack
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_ENCODERS = ("get_image_features", "get_video_features")
+_ENCODED = "_conduit_encoded"
+"""Attribute of an encoder's output that says what it was computed from."""
+_LENGTH = "conduit_encoded_length"
+_NOT_INPUTS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels"}
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """The lock under which a model runs one forward at a time."""
+    return _locks.setdefault(model, threading.RLock())
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The Transformers model inside a PEFT wrapper; a compiled one is refused."""
+    if hasattr(model, "_orig_mod"):
+        raise PlanError(
+            "the model is compiled (torch.compile): pass the model itself; Conduit's decoder loop "
+            "changes shape between layers, which a compiled graph cannot"
+        )
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model  # type: ignore[no-any-return]
+
+
+@dataclass
+class Run:
+    """What :func:`compress` hands out.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+    plan : Plan
+    cache : RequestCache or None
+        Of the newest request.
+    """
+
+    model: PreTrainedModel
+    family: Family
+    plan: Plan
+    chunk: int | None = None
+    evict: bool = True
+    cache: RequestCache | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def report(self) -> Report:
+        """What was really done to the newest request.
+
+        Raises
+        ------
+        InputError
+            If the model has not run yet.
+        """
+        if self.cache is None:
+            raise InputError("nothing has run yet: call the model inside the with block first")
+        return Report.of(self.cache)
+
+    def new_cache(self) -> RequestCache:
+        """An empty cache under this run's plan."""
+        text_model = self.family.text_model(self.model)
+        layers = len(self.family.layers(text_model))
+        kinds = [str(self.family.layer_kind(text_model, layer)) for layer in range(layers)]
+        return RequestCache(kinds, self.plan)
+
+    # -- the two wrapped forwards ------------------------------------------------------------
+
+    def model_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The top-level forward: reads ids and images, then runs the model's own."""
+        if args:
+            kwargs["input_ids"] = args[0]
+            if len(args) > 1:
+                raise PlanError("pass the model's inputs by name under compress()")
+        self._refuse(kwargs)
+        given = take_cache(kwargs)
+        cache = self._cache_for(given)
+        ids: Tensor = kwargs["input_ids"]
+        mask = kwargs.get("attention_mask")
+        members = cache.members if isinstance(cache, JoinedCache) else [cache]
+        before = [member.snapshot() for member in members]
+        inner = getattr(self.model, "model", self.model)
+        # Transformers writes M-RoPE's state on the model; a request's positions are its cache's.
+        deltas = getattr(inner, "rope_deltas", None)
+        self.seconds = {"start": time.perf_counter()}
+        try:
+            if isinstance(cache, JoinedCache):
+                kwargs.pop("attention_mask", None)
+                steps = [
+                    self._take_in(member, ids[row : row + 1], None, {})
+                    for row, member in enumerate(members)
+                ]
+                position_ids = torch.cat(steps, dim=-2)
+            else:
+                visual = {k: v for k, v in kwargs.items() if k not in _NOT_INPUTS and v is not None}
+                given_positions = kwargs.pop("position_ids", None)
+                position_ids = self._take_in(cache, ids, mask, visual, given_positions)
+            kwargs[cache_name(type(self.model))] = cache
+            kwargs["position_ids"] = position_ids.to(ids.device)
+            kwargs["use_cache"] = True
+            output = original(**kwargs)
+        except BaseException:
+            for member, state in zip(members, before, strict=True):
+                member.roll_back(state, columns=ids.shape[1])
+            raise
+        finally:
+            if hasattr(inner, "rope_deltas"):
+                inner.rope_deltas = deltas
+        if isinstance(cache, RequestCache):
+            self.cache = cache
+        return output
+
+    def _take_in(
+        self,
+        cache: RequestCache,
+        ids: Tensor,
+        mask: Tensor | None,
+        visual: Mapping[str, Any],
+        given_positions: Tensor | None = None,
+    ) -> Tensor:
+        """Tell a cache the step's tokens; gives their position ids ``[(3,) B, n]``."""
+        cache.check_usable()
+        valid = self._valid(cache, ids, mask)
+        rows = [row[keep].cpu() for row, keep in zip(ids, valid, strict=True)]
+        if ids.shape[1] == 1 and cache.progress.seen:
+            layouts = [Layout.text_only(1) for _ in rows]
+            relative = [torch.zeros(1, dtype=torch.long)] * len(rows)
+        else:
+            visual, copies = _encoder_inputs(visual)
+            # Beams repeat each sequence with its images: one of each is laid out.
+            layouts = self.family.layouts(self.model, rows[::copies], visual)
+            relative = self.family.relative_positions(self.model, rows[::copies], visual)
+            layouts = [layout for layout in layouts for _ in range(copies)]
+            relative = [part for part in relative for _ in range(copies)]
+        starts = cache.progress.next_position or [0] * len(rows)
+        positions = [
+            (part if part.dim() == 2 else part.expand(self.family.position_axes, -1)) + start
+            for part, start in zip(relative, starts, strict=True)
+        ]
+        position_ids = self._pad_positions(positions, valid)
+        self._check_positions(cache, given_positions, position_ids, valid)
+        cache.progress.advance(valid, layouts, positions)
+        return position_ids
+
+    def listen(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The encoders: ``generate`` calls them first and forgets the images' sizes and grids."""
+        output = original(*args, **kwargs)
+        names = list(inspect.signature(original).parameters)
+        if isinstance(output, dict):
+            images = len(output["pooler_output"])
+            vars(output)[_ENCODED] = {
+                **dict(zip(names, args, strict=False)),
+                **kwargs,
+                _LENGTH: images,
+            }
+        return output
+
+    def text_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The text stack's forward: Conduit's decoder loop."""
+        names = dict(kwargs)
+        cache = take_cache(names)
+        if not isinstance(cache, RequestCache | JoinedCache):
+            return original(*args, **kwargs)
+        # Until here the call was embedding and image encoder.
+        self.seconds["encode"] = time.perf_counter() - self.seconds.pop("start", 0.0)
+        return run_stack(
+            self.family,
+            self.family.text_model(self.model),
+            cache,
+            names["inputs_embeds"],
+            names["position_ids"],
+            names,
+            chunk=self.chunk,
+            evict=self.evict,
+            output_hidden_states=bool(names.get("output_hidden_states")),
+        )
+
+    # -- what a call may ask for -------------------------------------------------------------
+
+    def _refuse(self, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("input_ids") is None:
+            raise PlanError("pass input_ids: from embeddings alone nobody can tell text from image")
+        if kwargs.get("use_cache") is False:
+            raise PlanError("use_cache=False leaves no cache to work on: drop it, or the plan")
+        if kwargs.get("output_attentions"):
+            raise PlanError("output_attentions=True needs T x T weights, which are never made")
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise PlanError("pass a 2-d attention_mask (1 for tokens, 0 for padding)")
+
+    def _cache_for(self, given: Any) -> RequestCache | JoinedCache:
+        if isinstance(given, JoinedCache):
+            return given
+        if isinstance(given, RequestCache):
+            if given.plan != self.plan:
+                raise PlanError(
+                    f"this cache was made under {given.plan}, and is continued under {self.plan}: "
+                    "continue it under its own plan"
+                )
+            return given
+        if given is None or (isinstance(given, DynamicCache) and given.get_seq_length() == 0):
+            return self.new_cache()
+        raise PlanError(
+            f"a {type(given).__name__} of the caller's cannot be used under compress(): leave the "
+            "cache out, or continue from one that a compressed generate returned"
+        )
+
+    def _valid(self, cache: RequestCache, ids: Tensor, mask: Tensor | None) -> Tensor:
+        batch, columns = ids.shape
+        if cache.progress.batch not in (0, batch):
+            raise InputError(
+                f"the cache holds {cache.progress.batch} sequences and the call brings {batch}"
+            )
+        if mask is None:
+            return torch.ones((batch, columns), dtype=torch.bool)
+        expected = cache.progress.seen + columns
+        if mask.shape[1] not in (columns, expected):
+            raise InputError(
+                f"attention_mask has {mask.shape[1]} columns; the cache and the call have {expected}"
+            )
+        valid = mask[:, -columns:].bool().cpu()
+        if not bool(valid.any(1).all()):
+            raise InputError("a sequence of the batch has no token at all: drop it")
+        return valid
+
+    def _pad_positions(self, positions: list[Tensor], valid: Tensor) -> Tensor:
+        axes = positions[0].shape[0]
+        padded = torch.ones((axes, *valid.shape), dtype=torch.long)
+        for row, part in enumerate(positions):
+            padded[:, row, valid[row]] = part
+        return padded if self.family.position_axes > 1 else padded[0]
+
+    def _check_positions(
+        self, cache: RequestCache, given: Tensor | None, ours: Tensor, valid: Tensor
+    ) -> None:
+        if given is None or (self.family.position_axes > 1 and cache.progress.seen):
+            return
+        given = given.cpu()
+        if given.dim() == 3:
+            given = given[-ours.shape[0] :]
+        elif ours.dim() == 3:
+            return
+        given = given.expand_as(ours)
+        if not torch.equal(given[..., valid], ours[..., valid]):
+            raise PlanError("custom position_ids are not supported under a plan: leave them out")
+
+
+@contextmanager
+def compress(
+    model: PreTrainedModel,
+    plan: Plan | Method | str | None,
+    *,
+    prefill_chunk: int | None = None,
+) -> Iterator[Run]:
+    """Run ``plan`` on everything that ``model`` does inside the ``with`` block.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A vision-language model of a known family, also wrapped by PEFT or dispatched over several
+        devices. Two of its bound methods are wrapped; both are put back on any exit.
+    plan : Plan, Method or str
+        For example ``"tgv-kv:0.2"``.
+    prefill_chunk : int or None
+        Run a prefill so many tokens at a time within each layer. The result is the same.
+
+    Yields
+    ------
+    Run
+        ``run.report`` says what was really done to the newest request.
+
+    Raises
+    ------
+    PlanError
+        If the plan cannot be carried out on this model, or compress() is nested on it.
+    """
+    target = unwrap(model)
+    run = Run(target, family_of(target), Plan.of(plan), prefill_chunk)
+    with wrapped(run):
+        yield run
+
+
+@contextmanager
+def wrapped(run: Run) -> Iterator[None]:
+    """Wrap the two forwards of a run's model, and listen at its encoders, until any exit."""
+    target, text_model = run.model, run.family.text_model(run.model)
+    inner = getattr(target, "model", target)
+    lock = lock_of(target)
+    with lock:
+        if hasattr(target.forward, "__conduit__"):
+            raise PlanError("compress() is active on this model already: end that block first")
+        methods = [(target, "forward", run.model_forward), (text_model, "forward", run.text_forward)]
+        methods += [(inner, name, run.listen) for name in _ENCODERS if hasattr(inner, name)]
+        before = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
+        deltas = getattr(inner, "rope_deltas", None)
+        for module, name, replacement in methods:
+            module.__dict__[name] = _wrap(getattr(module, name), replacement, lock)
+    try:
+        yield
+    finally:
+        for module, name, own in before:
+            if own is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = own
+        if hasattr(inner, "rope_deltas"):
+            inner.rope_deltas = deltas
+
+
+def _encoder_inputs(visual: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """What the images were encoded from, and how often beams repeat each sequence."""
+    outputs = visual.get("mm_encoder_outputs") or {}
+    copies = 1
+    for output in outputs.values():
+        origin = vars(output).get(_ENCODED)
+        if origin is None:
+            raise PlanError("pass the images' pixels under a plan, not mm_encoder_outputs")
+        visual = {**visual, **{name: value for name, value in origin.items() if value is not None}}
+        copies = max(copies, len(output.pooler_output) // origin[_LENGTH])
+    return visual, copies
+
+
+def _wrap(original: Any, replacement: Any, lock: threading.RLock) -> Any:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return replacement(original, *args, **kwargs)
+
+    forward.__conduit__ = True  # type: ignore[attr-defined]
+    return forward

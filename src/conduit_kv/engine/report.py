@@ -1,0 +1,210 @@
+"""What was really done to a request: never what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from conduit_kv.engine.request import RequestCache
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer holds of one sequence.
+
+    Attributes
+    ----------
+    layer : int
+    kind : str
+        ``"full"``, or ``"sliding"`` for a layer that methods leave alone.
+    held : float
+        Tokens held per KV head, mean over the heads.
+    text : float
+        Text tokens among them.
+    images : tuple of float
+        Visual tokens among them, per image.
+    slots : int
+        Slots attended: tokens held and, in a batch, the padding beside them.
+    """
+
+    layer: int
+    kind: str
+    held: float
+    text: float
+    images: tuple[float, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
+class SequenceReport:
+    """What is held of one sequence of the batch.
+
+    Attributes
+    ----------
+    tokens : int
+        Tokens seen: the logical length.
+    text : int
+        Text tokens among them.
+    images : tuple of int
+        Visual tokens among them, per image.
+    layers : tuple of LayerReport
+    """
+
+    tokens: int
+    text: int
+    images: tuple[int, ...]
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def kept(self) -> float:
+        """Tokens held, mean over layers."""
+        return sum(layer.held for layer in self.layers) / max(len(self.layers), 1)
+
+    @property
+    def kept_visual(self) -> float:
+        """Visual tokens held, mean over layers."""
+        return sum(sum(layer.images) for layer in self.layers) / max(len(self.layers), 1)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was really done to a request.
+
+    Attributes
+    ----------
+    plan : str
+    sequences : tuple of SequenceReport
+        One per sequence of the batch.
+    kv_bytes : int
+        Bytes of K and V that hold tokens.
+    kv_allocated_bytes : int
+        Bytes of the storages: with slack, indices and padding.
+    bytes_by_kind : dict
+        The allocated bytes by kind.
+    full_bytes : int
+        Bytes of K and V if every token seen were held.
+    seconds : dict
+        Wall-clock seconds by phase: ``encode``, ``first_token`` (from processed inputs),
+        ``per_token``.
+    notes : tuple of str
+        What was not applied, and why.
+    """
+
+    plan: str
+    sequences: tuple[SequenceReport, ...]
+    kv_bytes: int
+    kv_allocated_bytes: int
+    bytes_by_kind: dict[str, int]
+    full_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(cache: RequestCache, seconds: dict[str, float] | None = None) -> Report:
+        """Read a cache."""
+        used, allocated = cache.bytes_in_use(), cache.bytes_allocated()
+        kv = used.get("keys", 0) + used.get("values", 0)
+        sequences = tuple(_sequence(cache, row) for row in range(cache.progress.batch))
+        per_token = sum(_bytes_per_token(layer) for layer in cache)
+        notes = list(cache.eviction.notes)
+        left_alone = [layer for layer in range(len(cache)) if cache.layers[layer].kind != "full"]
+        if left_alone and cache.eviction.active:
+            notes.append(f"layers {left_alone} have sliding windows and were left alone")
+        if cache.eviction.active and not cache.eviction.budgets:
+            notes.append(f"{cache.plan} was not applied: no prompt has been prefilled")
+        return Report(
+            plan=str(cache.plan),
+            sequences=sequences,
+            kv_bytes=kv,
+            kv_allocated_bytes=sum(allocated.values()),
+            bytes_by_kind=allocated,
+            full_bytes=per_token * sum(s.tokens for s in sequences),
+            seconds=dict(seconds or {}),
+            notes=tuple(notes),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        console = Console(width=100, no_color=True)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"plan {self.plan}", title_justify="left")
+        table.add_column("sequence")
+        table.add_column("tokens", justify="right")
+        table.add_column("kept (mean over layers)", justify="right")
+        table.add_column("visual kept", justify="right")
+        table.add_column("by layer, of the visual tokens")
+        for number, sequence in enumerate(self.sequences):
+            visual = sum(sequence.images)
+            table.add_row(
+                str(number),
+                str(sequence.tokens),
+                f"{sequence.kept:.1f} ({_percent(sequence.kept, sequence.tokens)})",
+                f"{sequence.kept_visual:.1f} of {visual} "
+                f"({_percent(sequence.kept_visual, visual)})",
+                _bars([sum(layer.images) / max(visual, 1) for layer in sequence.layers]),
+            )
+        yield table
+        saved = _percent(self.kv_bytes, self.full_bytes)
+        yield (
+            f"K/V held {_size(self.kv_bytes)} ({saved} of {_size(self.full_bytes)}), "
+            f"allocated {_size(self.kv_allocated_bytes)} with slack and indices"
+        )
+        if self.seconds:
+            yield ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        for note in self.notes:
+            yield f"note: {note}"
+
+
+def _sequence(cache: RequestCache, row: int) -> SequenceReport:
+    layout = cache.progress.layouts[row]
+    layers = []
+    for number, layer in enumerate(cache):
+        heads = [0] if layer.heads_agree(row) else list(range(layer.kv_heads))
+        held = [layer.held(row, head) for head in heads]
+        counts = [layout.counts(tokens) for tokens in held]
+        images = tuple(
+            sum(count[image] for count in counts) / len(heads)
+            for image in range(len(layout.grids))
+        )
+        total = sum(len(tokens) for tokens in held) / max(len(heads), 1)
+        slots = sum(segment.slots for segment in layer.segments)
+        layers.append(LayerReport(number, layer.kind, total, total - sum(images), images, slots))
+    visual = layout.counts()
+    return SequenceReport(len(layout), len(layout) - sum(visual), tuple(visual), tuple(layers))
+
+
+def _bytes_per_token(layer: Any) -> int:
+    if layer.tail is None:
+        return 0
+    keys, values = layer.tail.keys, layer.tail.values
+    return int(keys.shape[1]) * (
+        keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
+    )
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _bars(shares: list[float]) -> str:
+    ramp = " ▁▂▃▄▅▆▇█"
+    return "".join(ramp[min(8, round(8 * share)) if share else 0] for share in shares)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""

@@ -1,0 +1,206 @@
+"""A request's cache with its plan, and several requests decoded as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from conduit_kv.cache import VisualCache
+from conduit_kv.errors import InputError, PlanError
+from conduit_kv.methods.evict.full import Full
+from conduit_kv.plan import Plan
+from conduit_kv.stages.evict import Eviction
+
+
+class RequestCache(VisualCache):
+    """A cache that carries its plan: what ``generate`` returns, and can be continued from.
+
+    Parameters
+    ----------
+    kinds : sequence of str
+        ``"full"`` or ``"sliding"``, per decoder layer.
+    plan : Plan
+
+    Attributes
+    ----------
+    eviction : Eviction
+        The evict stage of this request.
+    watchers : list of Eviction
+        Other evict methods that score this request's prefill, to be carried out on forks of it.
+    """
+
+    def __init__(self, kinds: Sequence[str], plan: Plan) -> None:
+        super().__init__(kinds)
+        self.plan = plan
+        self.eviction = Eviction(plan.evict or Full(), self)
+        self.watchers: list[Eviction] = []
+        self._broken = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """``"full"`` or ``"sliding"``, per layer."""
+        return [layer.kind for layer in self]
+
+    # -- what the decoder loop calls ---------------------------------------------------------
+
+    @property
+    def scores_turns(self) -> bool:
+        """Whether the end of a prefill or turn is to be scored."""
+        return self.eviction.active or bool(self.watchers)
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether decoded tokens are to be scored."""
+        return self.eviction.active and bool(self.eviction.budgets)
+
+    def begin(self, embeddings: Tensor) -> None:
+        """Before the first layer of a prefill or turn: ``[B, n, hidden]``."""
+        for eviction in (self.eviction, *self.watchers):
+            if eviction.active:
+                eviction.begin(embeddings)
+
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
+        """After a layer of a prefill or turn: ``[B, H, n, d]``."""
+        for eviction in (self.eviction, *self.watchers):
+            if eviction.active:
+                eviction.observe(layer, queries, scaling)
+
+    def finish(self) -> None:
+        """After the last layer of a prefill or turn. Watchers are finished on their forks."""
+        if self.eviction.active:
+            self.eviction.finish()
+
+    def step(self, layer: int, query: Tensor, scaling: float) -> None:
+        """After a layer of a decoding step: ``[B, H, 1, d]``."""
+        self.eviction.step(layer, query, scaling)
+
+    # -- forks, and coming back from an error ------------------------------------------------
+
+    def fork(self, plan: Plan | None = None, eviction: Eviction | None = None) -> RequestCache:
+        """A cache that goes its own way from here; nothing that is written is shared.
+
+        Parameters
+        ----------
+        plan : Plan or None
+            Of the fork; this cache's own by default.
+        eviction : Eviction or None
+            A watcher of this cache: it is finished on the fork.
+        """
+        other = RequestCache(self.kinds, plan or self.plan)
+        other.progress = self.progress.copy()
+        for mine, its in zip(self.layers, other.layers, strict=True):
+            its.progress = other.progress
+            its.share(mine, copy_tail=eviction is None or not eviction.active)
+        if eviction is None:
+            other.eviction = self.eviction.fork(other) if plan is None else other.eviction
+        elif eviction.active:
+            other.eviction = eviction
+            eviction.cache = other
+            eviction.finish()
+        return other
+
+    def snapshot(self) -> Any:
+        """What :meth:`roll_back` needs to undo a step that fails."""
+        return self.progress.copy(), [layer.snapshot() for layer in self]
+
+    def roll_back(self, before: Any, *, columns: int) -> None:
+        """Undo a failed step of ``columns`` columns."""
+        progress, layers = before
+        self.progress.__dict__.update(progress.__dict__)
+        for layer, state in zip(self.layers, layers, strict=True):
+            layer.restore(state)
+        # A decoding step under eviction moves slots in place, which cannot be undone.
+        self._broken = columns == 1 and self.scores_steps
+
+    def check_usable(self) -> None:
+        """Raise InputError if an error has left the cache undefined."""
+        if self._broken:
+            raise InputError("a decoding step failed on this cache: start from a new prefill")
+
+    def _select(self, rows: Tensor) -> None:
+        super()._select(rows)
+        self.eviction.select_rows(rows.tolist())
+
+
+class JoinedCache(Cache):  # type: ignore[misc]
+    """Several caches of one sequence each, decoded as one batch.
+
+    Projections and MLPs run over the batch; attention and eviction go to each member. Members may
+    have different plans and lengths; no padding arises.
+
+    Parameters
+    ----------
+    members : sequence of RequestCache
+        Of one sequence each.
+    """
+
+    def __init__(self, members: Sequence[RequestCache]) -> None:
+        if not members or any(member.progress.batch != 1 for member in members):
+            raise PlanError("join caches of one sequence each, at least one")
+        self.members = list(members)
+        super().__init__(
+            layers=[
+                JoinedLayer([member.layers[layer] for member in members])
+                for layer in range(len(members[0].layers))
+            ]
+        )
+        self.progress = _JoinedProgress(self.members)
+
+    scores_turns = False
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether some member scores decoded tokens."""
+        return any(member.scores_steps for member in self.members)
+
+    def step(self, layer: int, query: Tensor, scaling: float) -> None:
+        """After a layer of a decoding step: ``[P, H, 1, d]``, a row per member."""
+        for row, member in enumerate(self.members):
+            if member.scores_steps:
+                member.step(layer, query[row : row + 1], scaling)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(member.get_seq_length(layer_idx) for member in self.members)
+
+
+class _JoinedProgress:
+    """The members' steps as one: what the decoder loop asks of a cache's progress."""
+
+    def __init__(self, members: Sequence[RequestCache]) -> None:
+        self._members = members
+
+    @property
+    def step_tokens(self) -> Tensor:
+        return torch.cat([member.progress.step_tokens for member in self._members])
+
+    @step_tokens.setter
+    def step_tokens(self, tokens: Tensor) -> None:
+        for row, member in enumerate(self._members):
+            member.progress.step_tokens = tokens[row : row + 1]
+
+
+class JoinedLayer:
+    """One layer of a :class:`JoinedCache`."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        self.members = members
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for row, member in enumerate(self.members):
+            member.update(keys[row : row + 1], values[row : row + 1])
+        return keys, values
+
+    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        return torch.cat(
+            [
+                member.attend(query[row : row + 1], scaling, window)
+                for row, member in enumerate(self.members)
+            ]
+        )

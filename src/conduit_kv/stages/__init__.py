@@ -1,0 +1,1 @@
+"""What runs a stage's method on a request: the loops that methods must not know of."""
