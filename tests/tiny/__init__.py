@@ -21,7 +21,17 @@ from transformers import BatchFeature, PreTrainedModel, ProcessorMixin  # noqa: 
 from tests.tiny.models import TINY, build  # noqa: E402
 from tests.tiny.parts import film, picture  # noqa: E402
 
-FAMILY_NAMES = ("llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+FAMILY_NAMES = (
+    "llava",
+    "llava-next",
+    "llava-onevision",
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "internvl3",
+    "smolvlm",
+    "idefics3",
+)
 """One tiny model per family."""
 
 NAMES = tuple(TINY)

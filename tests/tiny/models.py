@@ -276,6 +276,233 @@ def qwen3_vl() -> tuple[PreTrainedModel, ProcessorMixin]:
     )
 
 
+# -- LLaVA-NeXT and LLaVA-OneVision ------------------------------------------------------------
+
+_PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+
+
+def mistral(tokens: Any, **changes: Any) -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**_text(tokens) | {"sliding_window": None} | changes)
+
+
+def qwen2(tokens: Any, **changes: Any) -> Any:
+    from transformers import Qwen2Config
+
+    settings = _text(tokens)
+    del settings["head_dim"]
+    return Qwen2Config(**settings | changes)
+
+
+def llava_next(
+    text: Callable[..., Any] = llama, **changes: Any
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """LLaVA-NeXT over the text model of ``text``."""
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+
+    tokens = tokenizer(("<image>",), image_token="<image>")
+    config = LlavaNextConfig(
+        vision_config=_clip(),
+        text_config=text(tokens, **changes),
+        image_token_index=tokens.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=_PINPOINTS,
+    )
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28},
+        crop_size={"height": 28, "width": 28},
+        image_grid_pinpoints=_PINPOINTS,
+    )
+    processor = LlavaNextProcessor(
+        images,
+        tokens,
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=_LLAVA_CHAT,
+    )
+    return LlavaNextForConditionalGeneration(config), processor
+
+
+def llava_onevision() -> tuple[PreTrainedModel, ProcessorMixin]:
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        LlavaOnevisionProcessor,
+        LlavaOnevisionVideoProcessor,
+    )
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
+        LlavaOnevisionImageProcessorPil,
+    )
+
+    tokens = tokenizer(
+        ("<|im_start|>", "<|im_end|>", "<image>", "<video>"),
+        image_token="<image>",
+        video_token="<video>",
+    )
+    size = {"height": 28, "width": 28}
+    config = LlavaOnevisionConfig(
+        vision_config=_siglip(),
+        text_config=qwen2(tokens),
+        image_token_index=tokens.convert_tokens_to_ids("<image>"),
+        video_token_index=tokens.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=_PINPOINTS,
+        vision_aspect_ratio="anyres_max_2",
+    )
+    processor = LlavaOnevisionProcessor(
+        LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=_PINPOINTS),
+        tokens,
+        LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=_ONEVISION_CHAT,
+        vision_aspect_ratio="anyres_max_2",
+    )
+    return LlavaOnevisionForConditionalGeneration(config), processor
+
+
+_ONEVISION_CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<image>\n' }}"
+    "{% elif part['type'] == 'video' %}{{ '<video>\n' }}{% endif %}{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+# -- InternVL ------------------------------------------------------------------------------------
+
+_INTERN_CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
+    "{% elif part['type'] == 'video' %}{{ '<video>\n' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def internvl() -> tuple[PreTrainedModel, ProcessorMixin]:
+    from transformers import (
+        InternVLConfig,
+        InternVLForConditionalGeneration,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+    )
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    tokens = tokenizer(
+        ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        start_image_token="<img>",
+        end_image_token="</img>",
+        context_image_token="<IMG_CONTEXT>",
+        video_token="<video>",
+    )
+    size = {"height": 28, "width": 28}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 7,
+    }
+    config = InternVLConfig(
+        vision_config=vision,
+        text_config=qwen2(tokens),
+        image_token_id=tokens.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    processor = InternVLProcessor(
+        GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, max_patches=6),
+        tokens,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=_INTERN_CHAT,
+    )
+    return InternVLForConditionalGeneration(config), processor
+
+
+# -- Idefics3 and SmolVLM ------------------------------------------------------------------------
+
+_IDEFICS_SPECIALS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
+_IDEFICS_CHAT = (
+    "<|begin_of_text|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+_IDEFICS_PIXELS = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
+_IDEFICS_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+
+
+def idefics3() -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Idefics3; the marks of its tiles are several tokens each."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tokens = tokenizer(("<|begin_of_text|>", *_IDEFICS_SPECIALS))
+    config = Idefics3Config(
+        vision_config=_IDEFICS_VISION,
+        text_config=llama(tokens),
+        image_token_id=tokens.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    processor = Idefics3Processor(
+        Idefics3ImageProcessorPil(**_IDEFICS_PIXELS),
+        tokens,
+        image_seq_len=4,
+        chat_template=_IDEFICS_CHAT,
+    )
+    return Idefics3ForConditionalGeneration(config), processor
+
+
+def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
+    """SmolVLM; the marks of its tiles are single tokens."""
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMProcessor
+    from transformers.models.smolvlm import processing_smolvlm
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+
+    if processing_smolvlm.num2words is None:  # TEST-ONLY: it writes "four frames" in a prompt
+        processing_smolvlm.num2words = str
+    marks = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+    tokens = tokenizer(
+        ("<|im_start|>", *_IDEFICS_SPECIALS, "<global-img>", "<video>", *marks),
+        image_token="<image>",
+        video_token="<video>",
+        fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+    )
+    config = SmolVLMConfig(
+        vision_config=_IDEFICS_VISION,
+        text_config=llama(tokens),
+        image_token_id=tokens.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    processor = SmolVLMProcessor(
+        SmolVLMImageProcessorPil(**_IDEFICS_PIXELS),
+        tokens,
+        SmolVLMVideoProcessor(**_IDEFICS_PIXELS),
+        image_seq_len=4,
+        chat_template=_IDEFICS_CHAT.replace("<|begin_of_text|>", "<|im_start|>"),
+    )
+    return SmolVLMForConditionalGeneration(config), processor
+
+
 _QWEN = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
@@ -283,6 +510,14 @@ _QWEN = {
     "end": "<|im_end|>\n<|im_start|>assistant\n",
 }
 _LLAVA = {"image": "<image>\n", "start": "USER: ", "end": " ASSISTANT:"}
+_ONEVISION = _QWEN | {"image": "<image>\n", "video": "<video>\n", "nested": True}
+_INTERN = _QWEN | {"image": "<IMG_CONTEXT>\n", "video": "<video>\n"}
+_IDEFICS = {
+    "image": "<image>",
+    "start": "<|begin_of_text|>User: ",
+    "end": "<end_of_utterance>\nAssistant:",
+    "nested": True,
+}
 
 TINY: dict[str, Tiny] = {
     "llava": Tiny(llava, **_LLAVA),
@@ -290,6 +525,10 @@ TINY: dict[str, Tiny] = {
     "llava-siglip": Tiny(lambda: llava(strategy="full", tower="siglip"), **_LLAVA),
     "llava-mha": Tiny(lambda: llava(kv_heads=4), **_LLAVA),
     "llava-tied": Tiny(lambda: llava(tied=True), **_LLAVA),
+    "llava-next": Tiny(llava_next, **_LLAVA),
+    "llava-next-mistral": Tiny(lambda: llava_next(mistral), **_LLAVA),
+    "llava-next-sliding": Tiny(lambda: llava_next(mistral, sliding_window=16), **_LLAVA),
+    "llava-onevision": Tiny(llava_onevision, **_ONEVISION),
     "qwen2-vl": Tiny(qwen2_vl, **_QWEN),
     "qwen2.5-vl": Tiny(qwen2_5_vl, **_QWEN),
     "qwen2.5-vl-sliding": Tiny(
@@ -297,4 +536,7 @@ TINY: dict[str, Tiny] = {
         **_QWEN,
     ),
     "qwen3-vl": Tiny(qwen3_vl, **_QWEN),
+    "internvl3": Tiny(internvl, **_INTERN),
+    "smolvlm": Tiny(smolvlm, **_IDEFICS | {"start": "<|im_start|>User: "}),
+    "idefics3": Tiny(idefics3, **_IDEFICS),
 }

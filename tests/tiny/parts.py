@@ -84,7 +84,7 @@ def fill(model: PreTrainedModel, silent: list[int]) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim < 2:
-                if "norm" in name.lower() or "ln_q" in name or "layrnorm" in name:
+                if any(key in name for key in ("norm", "ln_q", "layrnorm", "lambda")):
                     bias = name.endswith("bias")
                     parameter.copy_(0.05 * noise + (0.0 if bias else 1.0))
                 else:

@@ -6,12 +6,26 @@ from transformers import PreTrainedModel
 
 from conduit_kv.errors import ModelError
 from conduit_kv.families.base import Family
+from conduit_kv.families.idefics3 import Idefics3, SmolVLM
+from conduit_kv.families.internvl import InternVL
 from conduit_kv.families.llava import Llava
+from conduit_kv.families.llava_next import LlavaNext
+from conduit_kv.families.llava_onevision import LlavaOnevision
 from conduit_kv.families.qwen2_5_vl import Qwen25VL
 from conduit_kv.families.qwen2_vl import Qwen2VL
 from conduit_kv.families.qwen3_vl import Qwen3VL
 
-FAMILIES: tuple[Family, ...] = (Llava(), Qwen2VL(), Qwen25VL(), Qwen3VL())
+FAMILIES: tuple[Family, ...] = (
+    Llava(),
+    LlavaNext(),
+    LlavaOnevision(),
+    Qwen2VL(),
+    Qwen25VL(),
+    Qwen3VL(),
+    InternVL(),
+    SmolVLM(),
+    Idefics3(),
+)
 """All families, in the order of the support matrix."""
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from conduit_kv.families.binding import IMAGE, VIDEO
 from conduit_kv.layout import Grid, Layout
 
 
@@ -29,6 +30,8 @@ class Family(ABC):
     """``config.model_type`` of the models it covers."""
     position_axes: ClassVar[int] = 1
     """1 for RoPE; 3 (time, row, column) for M-RoPE."""
+    nested_images: ClassVar[bool] = False
+    """Whether the processor wants a list of images per prompt instead of one list."""
     needs_torchvision: ClassVar[bool] = False
     """Whether the family's processor needs torchvision."""
 
@@ -67,9 +70,16 @@ class Family(ABC):
 
     # -- what a request holds ----------------------------------------------------------------
 
-    @abstractmethod
+    def kinds(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """``ids`` ``[..., T]`` int64 to 0 for text, 1 for image and 2 for video placeholders."""
+        config: Any = model.config
+        kinds: Tensor = (ids == config.image_token_id).long() * IMAGE
+        video = getattr(config, "video_token_id", None)
+        return kinds if video is None else kinds + (ids == video).long() * VIDEO
+
     def visual_mask(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
         """``ids`` ``[..., T]`` int64 to a bool mask of its placeholder tokens."""
+        return self.kinds(model, ids) > 0
 
     @abstractmethod
     def grids(

@@ -7,7 +7,9 @@ from the placeholder tokens alone, in order of appearance.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from conduit_kv.errors import InputError
@@ -81,3 +83,21 @@ def _mismatch(
         f"{name}(s) give {sum(grid.tokens for grid in queue)}: pass exactly the {name}s that the "
         "prompt names, in order"
     )
+
+
+def runs(mask: Tensor) -> list[tuple[int, int]]:
+    """Start and end of each run of True in ``mask`` ``[T]`` bool."""
+    values, lengths = torch.unique_consecutive(mask.cpu(), return_counts=True)
+    ends = lengths.cumsum(0).tolist()
+    return [
+        (end - length, end)
+        for value, length, end in zip(values.tolist(), lengths.tolist(), ends, strict=True)
+        if value
+    ]
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """A size in a configuration, one number or (height, width), as (height, width)."""
+    if isinstance(value, (list, tuple)):
+        return int(value[0]), int(value[1])
+    return int(value), int(value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conduit_kv.families.base import Family
-from conduit_kv.families.binding import IMAGE, bind
+from conduit_kv.families.binding import IMAGE, bind, pair
 from conduit_kv.layout import Grid, View
 
 
@@ -24,22 +24,18 @@ class Llava(Family):
     name = "LLaVA-1.5"
     model_types = ("llava",)
 
-    def visual_mask(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        mask: Tensor = ids == model.config.image_token_id
-        return mask
-
     def grids(
         self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
     ) -> list[list[Grid]]:
-        kinds = [self.visual_mask(model, row).long() * IMAGE for row in ids]
+        kinds = [self.kinds(model, row) for row in ids]
         pixels = inputs.get("pixel_values")
-        patch = _pair(model.config.vision_config.patch_size)
+        patch = pair(model.config.vision_config.patch_size)
         if inputs.get("image_sizes") is not None:  # encoders of any size (Pixtral)
             sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2).tolist()
         elif pixels is not None:
             sizes = [list(pixels.shape[-2:])] * len(pixels)
         else:  # features computed before: the configuration's size, as many as there are
-            size = list(_pair(model.config.vision_config.image_size))
+            size = list(pair(model.config.vision_config.image_size))
             grid = self._grid(model, size, patch)
             sizes = [size] * (sum(int(row.sum()) for row in kinds) // grid.tokens)
         queue = [self._grid(model, size, patch) for size in sizes]
@@ -52,12 +48,6 @@ class Llava(Family):
             # The class token comes first; it is labelled as a row of its own below the patches.
             return Grid(1, rows + 1, columns, (View(0, 1, 1, rows), View(0, rows, columns)))
         return Grid(1, rows, columns)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    if isinstance(value, (list, tuple)):
-        return int(value[0]), int(value[1])
-    return int(value), int(value)
 
 
 def _has_class_token(tower: nn.Module) -> bool:

@@ -26,15 +26,6 @@ class MRope(Family):
     position_axes = 3
     needs_torchvision = True
 
-    def visual_mask(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        return self.kinds(model, ids) > 0
-
-    def kinds(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
-        """``ids`` ``[..., T]`` to 0 for text, 1 for images, 2 for videos, int64."""
-        image: Tensor = ids == model.config.image_token_id
-        video: Tensor = ids == model.config.video_token_id
-        return image.long() * IMAGE + video.long() * VIDEO
-
     def grids(
         self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
     ) -> list[list[Grid]]:
@@ -57,7 +48,6 @@ class MRope(Family):
         """
         images, videos = _rows(inputs.get("image_grid_thw")), _rows(inputs.get("video_grid_thw"))
         seconds = inputs.get("second_per_grid_ts")
-        seconds = [1.0] * len(videos) if seconds is None else [float(s) for s in seconds]
         positions: list[Tensor] = []
         image = video = 0
         for row, grids in zip(ids, self.grids(model, ids, inputs), strict=True):
@@ -74,8 +64,11 @@ class MRope(Family):
                 "image_grid_thw": _thw(mine[0], row),
                 "video_grid_thw": _thw(mine[1], row),
             }
-            if n_videos:
-                arguments["second_per_grid_ts"] = seconds[video : video + n_videos]
+            if n_videos and seconds is not None:
+                mine_seconds = seconds[video : video + n_videos]
+                if isinstance(mine_seconds, Tensor):
+                    mine_seconds = mine_seconds.to(row.device)
+                arguments["second_per_grid_ts"] = mine_seconds
             image, video = image + n_images, video + n_videos
             found, _ = model.model.get_rope_index(row[None], **arguments)
             positions.append(found[:, 0])

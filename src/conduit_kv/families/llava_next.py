@@ -1,0 +1,36 @@
+"""LLaVA-NeXT: an image is a view of the whole and tiles, whose rows end in newline embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from conduit_kv.families.anyres import mosaic_shape, side_of, sizes_of, view_and_mosaic
+from conduit_kv.families.base import Family
+from conduit_kv.families.binding import IMAGE, bind
+from conduit_kv.layout import Grid
+
+
+class LlavaNext(Family):
+    """``LlavaNextForConditionalGeneration`` over any text model.
+
+    Frame 0 of an image is the whole at low resolution; frame 1 its tiles laid together, without
+    the padding that brought it to a supported shape, and with newlines as a last column.
+    """
+
+    name = "LLaVA-NeXT"
+    model_types = ("llava_next",)
+
+    def grids(
+        self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[list[Grid]]:
+        kinds = [self.kinds(model, row) for row in ids]
+        side = side_of(model)
+        queue = [
+            view_and_mosaic(side, *mosaic_shape(model, size))
+            for size in sizes_of(inputs.get("image_sizes"))
+        ]
+        return bind(kinds, {IMAGE: queue}, complete=self.has_pixels(kinds, inputs))
