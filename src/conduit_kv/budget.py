@@ -42,7 +42,7 @@ class Budget:
         if unit:
             if unit not in _UNITS:
                 raise PlanError(f"budget {text!r}: unknown unit; known are {', '.join(_UNITS)}")
-            return Budget(float(number) * _UNITS[unit], "bytes")
+            return Budget(float(int(float(number) * _UNITS[unit])), "bytes")
         if "." in number or "e" in number:
             return Budget(float(number), "share")
         return Budget(float(number), "tokens")
@@ -93,10 +93,8 @@ class Budget:
 
     def __str__(self) -> str:
         if self.unit == "share":
-            return f"{self.value:g}" if "." in f"{self.value:g}" else f"{self.value:g}.0"
-        if self.unit == "tokens":
-            return f"{int(self.value)}"
-        return f"{int(self.value)}B"
+            return repr(float(self.value))
+        return f"{int(self.value)}" + ("B" if self.unit == "bytes" else "")
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:

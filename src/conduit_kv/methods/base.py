@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
+import re
 import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -22,20 +24,55 @@ class Method:
 
     A method's name, stage, paper and what it does while decoding are class attributes; its fields
     are the hyper-parameters that a plan's text may set by name.
+
+    Attributes
+    ----------
+    name, stage : str
+    paper : str
+        Link; empty for a control.
+    basis : {"known", "reconstructed"}
+        Whether the details were read in the paper or the authors' code, or are our design.
+    in_decode : str
+        What happens while the answer is decoded.
     """
 
     name: ClassVar[str]
     stage: ClassVar[str]
     paper: ClassVar[str] = ""
+    basis: ClassVar[str] = "known"
     in_decode: ClassVar[str] = "nothing more is evicted"
 
     def __post_init__(self) -> None:
-        """Check the fields; subclasses add their own checks and call this one."""
+        """Check the fields; subclasses add their own checks and call this one.
+
+        Raises
+        ------
+        PlanError
+            If a value is not one of a field's choices, or not a finite number where it must be one.
+        """
+        for key, hint in _hints(type(self)).items():
+            value = getattr(self, key, None)
+            choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
+            if choices is not None and value not in choices:
+                shown = ", ".join(str(choice) for choice in choices)
+                raise PlanError(f"{self.name}: {key}={value} is not a choice: take {shown}")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if hint is int and not (number and isinstance(value, int)):
+                raise PlanError(f"{self.name}: {key}={value} is not a whole number")
+            if hint is float and not (number and math.isfinite(value)):
+                raise PlanError(f"{self.name}: {key}={value} is not a finite number")
+            if hint is bool and not isinstance(value, bool):
+                raise PlanError(f"{self.name}: {key}={value} is neither true nor false")
 
     @property
     def is_identity(self) -> bool:
         """Whether this setting does nothing, so that the plain path is taken."""
         return False
+
+    @classmethod
+    def takes_budget(cls) -> bool:
+        """Whether a plan's text may set a budget after a colon."""
+        return any(field.name == "budget" for field in dataclasses.fields(cls))
 
     def replace(self, **changes: Any) -> typing.Self:
         """A copy with some fields changed."""
@@ -46,11 +83,26 @@ class Method:
         budget = ""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Budget):
-                budget = f":{value}"
+            if field.name == "budget":
+                # A method that can only keep everything takes no budget in text.
+                budget = f":{value}" if self.takes_budget() else ""
             elif value != field.default:
-                changed.append(f"{field.name}={value}")
+                changed.append(f"{field.name}={_as_text(value)}")
         return self.name + budget + (f"({', '.join(changed)})" if changed else "")
+
+
+def _hints(method: type[Method]) -> dict[str, Any]:
+    hints = typing.get_type_hints(method)
+    return {field.name: hints[field.name] for field in dataclasses.fields(method)}
+
+
+def _as_text(value: Any) -> str:
+    """A field's value as a plan's text writes it, read back by :func:`read_field`."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(_as_text(part) for part in value) + "]"
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return str(value)
 
 
 _REGISTRY: dict[str, type[Method]] = {}
@@ -80,14 +132,14 @@ def read_field(method: type[Method], key: str, text: str) -> Any:
     PlanError
         If there is no such field or the text does not fit its type.
     """
-    hints = typing.get_type_hints(method)
-    fields = {field.name for field in dataclasses.fields(method)}
-    if key not in fields:
-        raise PlanError(f"{method.name} has no option {key!r}; it has {', '.join(sorted(fields))}")
-    hint = hints[key]
+    hints = _hints(method)
+    if key not in hints:
+        close = difflib.get_close_matches(key, hints, n=1)
+        remedy = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(hints))}"
+        raise PlanError(f"{method.name} has no option {key!r}: {remedy}")
     try:
-        return _convert(hint, text)
-    except (ValueError, PlanError) as error:
+        return _convert(hints[key], text)
+    except ValueError as error:
         raise PlanError(f"{method.name}({key}={text}): {error}") from None
 
 
@@ -98,29 +150,38 @@ def _convert(hint: Any, text: str) -> Any:
             raise ValueError(f"choose one of {', '.join(choices)}")
         return next(c for c in typing.get_args(hint) if str(c) == text)
     if origin in (typing.Union, types.UnionType):
-        parts = typing.get_args(hint)
-        if type(None) in parts and text.lower() == "none":
+        kinds = typing.get_args(hint)
+        if type(None) in kinds and text.lower() == "none":
             return None
-        for part in parts:
-            if part is not type(None):
+        for kind in kinds:
+            if kind is not type(None):
                 try:
-                    return _convert(part, text)
+                    return _convert(kind, text)
                 except ValueError:
                     continue
         raise ValueError(f"{text!r} does not fit")
     if origin is tuple:
         inner = typing.get_args(hint)[0]
-        return tuple(_convert(inner, part) for part in text.strip("[]").replace(";", ",").split(","))
-    converters: dict[Any, Callable[[str], Any]] = {
-        int: int,
-        float: float,
-        str: str,
-        Budget: Budget.parse,
-    }
+        parts = text.strip("[]()").replace(";", ",").split(",")
+        return tuple(_convert(inner, part.strip()) for part in parts if part.strip())
     if hint is bool:
         if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
             raise ValueError("write true or false")
         return text.lower() in ("true", "yes", "1")
-    if hint in converters:
-        return converters[hint](text)
+    if hint is int:
+        if not re.fullmatch(r"-?[0-9]+", text):
+            raise ValueError("write a whole number")
+        return int(text)
+    if hint is float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError("write a number")
+        return number
+    if hint is str:
+        return text
+    if hint is Budget:
+        return Budget.parse(text)
     raise ValueError(f"cannot be set from text (type {hint})")

@@ -13,10 +13,10 @@ from torch import Tensor
 from conduit_kv.budget import Budget, share_out
 from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import Method
-from conduit_kv.methods.evict.select import PROTECTED, keep_best
+from conduit_kv.methods.evict.select import PROTECTED, SINKS, keep_best
 from conduit_kv.view import LayerView
 
-FLOOR = 5
+FLOOR = SINKS + 1
 """Fewest tokens that a layer keeps: four sinks and the last one."""
 
 
@@ -32,8 +32,9 @@ class Scores:
         ``[S]`` int8. A token of a higher tier is kept before any of a lower one, whatever the
         scores. ``PROTECTED`` is never evicted.
     weight : float or None
-        The layer's claim on the total budget (TGV-KV's TVB, VL-Cache's sparsity ...). None: as
-        much as it has tokens, so that every layer keeps the same share.
+        The layer's claim on the total budget (TGV-KV's TVB, VL-Cache's sparsity ...); the claims
+        of a layer's groups of KV heads add up. None: as much as it has tokens, so that every layer
+        keeps the same share.
     carry : Tensor or None
         ``[G, S]`` fp32, handed back as ``view.carried`` for the tokens that were kept.
     """
@@ -89,7 +90,10 @@ class EvictMethod(Method):
         """Score the candidates at the end of a prefill or of a later turn's tokens."""
 
     def score_step(self, view: LayerView) -> Scores | None:
-        """Score the candidates after one decoded token; None: evict nothing in decoding."""
+        """Score the candidates after one decoded token; None: evict nothing in decoding.
+
+        With ``of="visual"`` text is not counted, so that decoding has nothing to evict.
+        """
         return None
 
     def step_drops(self, excess: int) -> int:
@@ -120,9 +124,7 @@ class EvictMethod(Method):
         floor = FLOOR if self.of == "prompt" else 0
         return [min(floor, length) for length in most]
 
-    def select(
-        self, groups: Sequence[tuple[LayerView, Scores]], budget: int
-    ) -> list[list[Tensor]]:
+    def select(self, groups: Sequence[tuple[LayerView, Scores]], budget: int) -> list[list[Tensor]]:
         """Choose what one layer keeps.
 
         Parameters
@@ -142,14 +144,25 @@ class EvictMethod(Method):
 
     def keep(self, view: LayerView, scores: Scores, budget: int) -> list[Tensor]:
         """The candidates of one group kept under ``budget``, with ``of``, ``per``, ``cover``."""
+        tier, budget = self._counted(view, scores, budget)
+        heads = scores.token if scores.token.dim() == 2 else scores.token[None]
+        return self._keep_heads(view, heads, tier, [budget] * len(heads))
+
+    def _counted(self, view: LayerView, scores: Scores, budget: int) -> tuple[Tensor, int]:
+        """Tier and budget over all tokens; with ``of="visual"`` the text is kept besides."""
         tier = scores.tier
         if tier is None:
             tier = torch.zeros(view.size, dtype=torch.int8)
         if self.of == "visual":
             tier = tier.masked_fill(view.layout.text, PROTECTED)
             budget += int(view.layout.text.sum())
+        return tier, budget
+
+    def _keep_heads(
+        self, view: LayerView, heads: Tensor, tier: Tensor, budgets: Sequence[int]
+    ) -> list[Tensor]:
+        """Candidates kept by each head, scores ``[heads, S]``, each under its own budget."""
         rank = view.cover_rank(self.cover_by) if self.cover and view.cover_rank else None
-        heads = scores.token if scores.token.dim() == 2 else scores.token[None]
         return [
             keep_best(
                 head,
@@ -160,11 +173,9 @@ class EvictMethod(Method):
                 cover=self.cover,
                 cover_rank=rank,
             )
-            for head in heads
+            for head, budget in zip(heads, budgets, strict=True)
         ]
 
-    def merge(
-        self, view: LayerView, kept: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor] | None:
+    def merge(self, view: LayerView, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
         """K and V ``[G, S, d]`` with evicted tokens folded into kept ones; None: leave them."""
         return None

@@ -11,6 +11,16 @@ from conduit_kv.layout import Layout
 PROTECTED = 127
 """Tier of tokens that are never evicted."""
 
+SINKS = 4
+"""First tokens of a sequence, which attention leans on whatever they say."""
+
+
+def at_least(tier: Tensor, where: Tensor, level: int) -> Tensor:
+    """``tier`` ``[S]`` int8, raised to ``level`` at ``where`` (a mask or an index)."""
+    raised = tier.clone()
+    raised[where] = raised[where].clamp(min=level)
+    return raised
+
 
 def ranking(score: Tensor, tier: Tensor) -> Tensor:
     """``[S]`` int64: candidates from first to last kept; ties go to the lower index.
@@ -52,7 +62,8 @@ def keep_best(
         Share the visual tokens kept over the images in proportion to what each has left.
     cover : float
         Share of the visual tokens kept (of each image, with ``by_image``) that goes in the order
-        of ``cover_rank`` instead of the score.
+        of ``cover_rank`` instead of the score. Visual tokens that a method keeps for their place,
+        in a tier above 0 (a window, the newest), are not among those.
     cover_rank : Tensor or None
         ``[S]`` int64, lower first.
     """
@@ -60,10 +71,10 @@ def keep_best(
     protected = int((tier == PROTECTED).sum())
     kept = order[: max(budget, protected)]
     if by_image or (cover and cover_rank is not None):
-        visual = layout.visual
-        free = visual[kept] & (tier.cpu()[kept] != PROTECTED)
+        contested = layout.visual & (tier.cpu() <= 0)
+        free = contested[kept]
         others, number = kept[~free], int(free.sum())
-        pool = order[(visual & (tier.cpu() != PROTECTED))[order]]
+        pool = order[contested[order]]
         if by_image:
             owner = layout.image[pool]
             sizes = torch.bincount(owner, minlength=len(layout.grids))
@@ -74,9 +85,7 @@ def keep_best(
             ]
         else:
             pools = [(pool, number)]
-        chosen = [
-            _cover_then_score(ranked, count, cover, cover_rank) for ranked, count in pools
-        ]
+        chosen = [_cover_then_score(ranked, count, cover, cover_rank) for ranked, count in pools]
         kept = torch.cat([others, *chosen])
     return torch.sort(kept).values
 

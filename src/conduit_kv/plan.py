@@ -1,0 +1,188 @@
+"""A plan: at most one method per stage, composed and read from text."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from conduit_kv.budget import Budget
+from conduit_kv.errors import PlanError
+from conduit_kv.methods import Method
+from conduit_kv.methods.base import STAGES, read_field
+from conduit_kv.methods.catalogue import find
+from conduit_kv.methods.evict import EvictMethod, Full
+
+_OPEN, _CLOSE = "([", ")]"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to a visual token's K/V, stage by stage.
+
+    Attributes
+    ----------
+    methods : tuple of Method
+        At most one per stage, in the order of the stages. A plan of none is ``full``.
+    """
+
+    methods: tuple[Method, ...] = ()
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.methods, key=lambda method: STAGES.index(method.stage))
+        for first, second in itertools.pairwise(ordered):
+            if first.stage == second.stage:
+                raise PlanError(
+                    f"{first.name} and {second.name} both act in the stage {first.stage}: "
+                    "take one of them"
+                )
+        object.__setattr__(self, "methods", tuple(ordered) or (Full(),))
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """Read ``method[:budget][(key=value, ...)]``, several joined by ``+``.
+
+        Raises
+        ------
+        PlanError
+            If the text cannot be read; the message says where and what to write instead.
+        """
+        _check_brackets(text)
+        parts = [part.strip() for part in _split(text, "+")]
+        if parts == [""]:
+            raise PlanError("the plan is empty: write a method such as tgv-kv:0.2, or full")
+        if "" in parts:
+            raise PlanError(f"plan {text!r}: a method is missing beside a '+'")
+        return Plan(tuple(_method(part) for part in parts))
+
+    @staticmethod
+    def of(value: Plan | str | Method | None) -> Plan:
+        """A plan from a plan, its text, one method or nothing (``full``)."""
+        if isinstance(value, Plan):
+            return value
+        if value is None:
+            return Plan()
+        if isinstance(value, Method):
+            return Plan((value,))
+        if isinstance(value, str):
+            return Plan.parse(value)
+        raise PlanError(f"a plan is text, a Plan or a method, not {type(value).__name__}")
+
+    def stage(self, name: str) -> Method | None:
+        """The method that acts in a stage, if there is one."""
+        return next((method for method in self.methods if method.stage == name), None)
+
+    @property
+    def reuse(self) -> Method | None:
+        return self.stage("reuse")
+
+    @property
+    def reduce(self) -> Method | None:
+        return self.stage("reduce")
+
+    @property
+    def route(self) -> Method | None:
+        return self.stage("route")
+
+    @property
+    def evict(self) -> EvictMethod | None:
+        method = self.stage("evict")
+        return method if isinstance(method, EvictMethod) else None
+
+    @property
+    def hold(self) -> Method | None:
+        return self.stage("hold")
+
+    @property
+    def retrieve(self) -> Method | None:
+        return self.stage("retrieve")
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no method does anything, so that the plain path is taken."""
+        return all(method.is_identity for method in self.methods)
+
+    def __iter__(self) -> Iterator[Method]:
+        return iter(self.methods)
+
+    def __str__(self) -> str:
+        return " + ".join(str(method) for method in self.methods)
+
+
+def _method(text: str) -> Method:
+    """One method from ``name[:budget][(key=value, ...)]``."""
+    found = re.fullmatch(r"([^:(\[\])]*)(?::([^(\[\])]*))?(\(.*\))?\s*", text, re.DOTALL)
+    if found is None:
+        raise PlanError(f"cannot read {text!r}: write method:budget(key=value, ...)")
+    name, budget, inside = found[1].strip(), found[2], found[3]
+    if not name:
+        raise PlanError(f"cannot read {text!r}: the method's name is missing")
+    method = find(name)
+    options = _options(text, inside[1:-1]) if inside is not None else {}
+    if "keep" in options and _takes_keep(method):
+        if "budget" in options:
+            raise PlanError(f"{text!r} sets keep and budget, which are the same: leave one out")
+        options["budget"] = options.pop("keep")
+    if budget is not None and "budget" in options:
+        raise PlanError(f"{text!r} sets the budget twice: leave one out")
+    if budget is None:
+        budget = options.pop("budget", None)
+    values = {}
+    if budget is not None:
+        if not method.takes_budget():
+            raise PlanError(f"{name} takes no budget: write {name} alone")
+        values["budget"] = _budget(name, budget)
+    elif method.takes_budget():
+        raise PlanError(f"{name} needs a budget: write {name}:0.2 to keep 20 %, or {name}:128")
+    for key, value in options.items():
+        values[key] = read_field(method, key, value)
+    return method(**values)
+
+
+def _takes_keep(method: type[Method]) -> bool:
+    return "keep" not in method.__dataclass_fields__
+
+
+def _budget(name: str, text: str) -> Budget:
+    try:
+        return Budget.parse(text)
+    except PlanError as error:
+        raise PlanError(f"{name}: {error}") from None
+
+
+def _options(text: str, inside: str) -> dict[str, str]:
+    """``key=value`` pairs between the parentheses of ``text``."""
+    options: dict[str, str] = {}
+    parts = [part.strip() for part in _split(inside, ",")]
+    for part in [] if parts == [""] else parts:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise PlanError(f"{text!r}: write options as key=value, not {part!r}")
+        if key in options:
+            raise PlanError(f"{text!r} sets {key} twice: leave one out")
+        options[key] = value
+    return options
+
+
+def _check_brackets(text: str) -> None:
+    waiting: list[str] = []
+    for place, char in enumerate(text):
+        if char in _OPEN:
+            waiting.append(_CLOSE[_OPEN.index(char)])
+        elif char in _CLOSE and (not waiting or waiting.pop() != char):
+            raise PlanError(f"plan {text!r}: {char!r} at place {place + 1} closes nothing")
+    if waiting:
+        raise PlanError(f"plan {text!r}: {waiting[-1]!r} is missing")
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """``text`` cut at each ``separator`` outside brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in _OPEN) - (char in _CLOSE)
+        if char == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
