@@ -40,6 +40,9 @@ NAMES = tuple(TINY)
 VIDEO_NAMES = tuple(name for name, tiny in TINY.items() if tiny.video)
 """Those whose processor takes videos."""
 
+MIXED_NAMES = tuple(name for name in VIDEO_NAMES if TINY[name].mixes)
+"""Those whose processor takes images and videos in one prompt."""
+
 
 @cache
 def tiny_model(name: str) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -115,4 +118,4 @@ def _nested(images: list[Any], counts: Sequence[int]) -> list[list[Any]]:
     return [list(islice(source, count)) for count in counts]
 
 
-__all__ = ["FAMILY_NAMES", "NAMES", "VIDEO_NAMES", "tiny_inputs", "tiny_model"]
+__all__ = ["FAMILY_NAMES", "MIXED_NAMES", "NAMES", "VIDEO_NAMES", "tiny_inputs", "tiny_model"]

@@ -28,6 +28,8 @@ class Tiny:
         Default image sizes, (height, width) in pixels.
     nested : bool
         Whether the processor wants one list of images per sequence.
+    mixes : bool
+        Whether the processor takes images and videos in one call.
     """
 
     build: Callable[[], tuple[PreTrainedModel, ProcessorMixin]]
@@ -37,6 +39,7 @@ class Tiny:
     video: str = ""
     sizes: tuple[tuple[int, int], ...] = ((28, 42), (42, 28), (56, 28))
     nested: bool = False
+    mixes: bool = True
 
 
 def build(tiny: Tiny) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -138,6 +141,37 @@ def llava(
     return LlavaForConditionalGeneration(config), processor
 
 
+def pixtral() -> tuple[PreTrainedModel, ProcessorMixin]:
+    """``LlavaForConditionalGeneration`` over Pixtral's encoder: any size, a mark after each row."""
+    from transformers import (
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        PixtralProcessor,
+        PixtralVisionConfig,
+    )
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    tokens = tokenizer(("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+    config = LlavaConfig(
+        vision_config=PixtralVisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=56,
+            patch_size=14,
+        ),
+        text_config=mistral(tokens),
+        image_token_index=tokens.convert_tokens_to_ids("[IMG]"),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    images = PixtralImageProcessorPil(
+        size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
+    )
+    return LlavaForConditionalGeneration(config), PixtralProcessor(images, tokens, patch_size=14)
+
+
 # -- Qwen-VL -------------------------------------------------------------------------------------
 
 _QWEN_SPECIALS = (
@@ -219,7 +253,9 @@ def qwen2_vl() -> tuple[PreTrainedModel, ProcessorMixin]:
         "temporal_patch_size": 2,
     }
     config = Qwen2VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tokens))
-    videos = Qwen2VLVideoProcessor(**_QWEN_PIXELS, size=dict(_QWEN_SIZE))
+    videos = Qwen2VLVideoProcessor(
+        **_QWEN_PIXELS, size=dict(_QWEN_SIZE), cap_pixels_per_frame=False
+    )
     return Qwen2VLForConditionalGeneration(config), _qwen_processor(
         Qwen2VLProcessor, videos, tokens
     )
@@ -242,7 +278,9 @@ def qwen2_5_vl(**changes: Any) -> tuple[PreTrainedModel, ProcessorMixin]:
         "tokens_per_second": 2,
     }
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tokens))
-    videos = Qwen2VLVideoProcessor(**_QWEN_PIXELS, size=dict(_QWEN_SIZE))
+    videos = Qwen2VLVideoProcessor(
+        **_QWEN_PIXELS, size=dict(_QWEN_SIZE), cap_pixels_per_frame=False
+    )
     return Qwen2_5_VLForConditionalGeneration(config), _qwen_processor(
         Qwen2_5_VLProcessor, videos, tokens
     )
@@ -459,6 +497,7 @@ def idefics3() -> tuple[PreTrainedModel, ProcessorMixin]:
         vision_config=_IDEFICS_VISION,
         text_config=llama(tokens),
         image_token_id=tokens.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokens.pad_token_id,
         scale_factor=2,
     )
     processor = Idefics3Processor(
@@ -491,6 +530,7 @@ def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
         vision_config=_IDEFICS_VISION,
         text_config=llama(tokens),
         image_token_id=tokens.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokens.pad_token_id,
         scale_factor=2,
     )
     processor = SmolVLMProcessor(
@@ -518,6 +558,7 @@ _IDEFICS = {
     "end": "<end_of_utterance>\nAssistant:",
     "nested": True,
 }
+_SMOLVLM = _IDEFICS | {"start": "<|im_start|>User: ", "video": "<video>", "mixes": False}
 
 TINY: dict[str, Tiny] = {
     "llava": Tiny(llava, **_LLAVA),
@@ -525,6 +566,7 @@ TINY: dict[str, Tiny] = {
     "llava-siglip": Tiny(lambda: llava(strategy="full", tower="siglip"), **_LLAVA),
     "llava-mha": Tiny(lambda: llava(kv_heads=4), **_LLAVA),
     "llava-tied": Tiny(lambda: llava(tied=True), **_LLAVA),
+    "llava-pixtral": Tiny(pixtral, image="[IMG]", start="[INST] ", end=" [/INST]"),
     "llava-next": Tiny(llava_next, **_LLAVA),
     "llava-next-mistral": Tiny(lambda: llava_next(mistral), **_LLAVA),
     "llava-next-sliding": Tiny(lambda: llava_next(mistral, sliding_window=16), **_LLAVA),
@@ -537,6 +579,8 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3-vl": Tiny(qwen3_vl, **_QWEN),
     "internvl3": Tiny(internvl, **_INTERN),
-    "smolvlm": Tiny(smolvlm, **_IDEFICS | {"start": "<|im_start|>User: "}),
+    "smolvlm": Tiny(
+        smolvlm, **_IDEFICS | {"start": "<|im_start|>User: ", "video": "<video>", "mixes": False}
+    ),
     "idefics3": Tiny(idefics3, **_IDEFICS),
 }
