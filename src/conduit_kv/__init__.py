@@ -6,16 +6,41 @@
 >>> print(reply.text, reply.report)
 """
 
-from conduit_kv.budget import Budget
-from conduit_kv.engine.compress import Run, compress
-from conduit_kv.engine.load import load
-from conduit_kv.engine.report import Report
-from conduit_kv.engine.sampling import Sampling
-from conduit_kv.engine.vlm import VLM, Reply, SelfTest, Session
-from conduit_kv.errors import ConduitError, InputError, ModelError, PlanError
-from conduit_kv.plan import Plan
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conduit_kv.budget import Budget
+    from conduit_kv.engine.compress import Run, compress
+    from conduit_kv.engine.load import load
+    from conduit_kv.engine.report import Report
+    from conduit_kv.engine.sampling import Sampling
+    from conduit_kv.engine.vlm import VLM, Reply, SelfTest, Session
+    from conduit_kv.errors import ConduitError, InputError, ModelError, PlanError
+    from conduit_kv.plan import Plan
 
 __version__ = "0.1.0"
+
+# Read when asked for, so that the command line's help does not wait for PyTorch.
+_WHERE = {
+    "Budget": "budget",
+    "ConduitError": "errors",
+    "InputError": "errors",
+    "ModelError": "errors",
+    "Plan": "plan",
+    "PlanError": "errors",
+    "Reply": "engine.vlm",
+    "Report": "engine.report",
+    "Run": "engine.compress",
+    "Sampling": "engine.sampling",
+    "SelfTest": "engine.vlm",
+    "Session": "engine.vlm",
+    "VLM": "engine.vlm",
+    "compress": "engine.compress",
+    "load": "engine.load",
+}
 
 __all__ = [
     "VLM",
@@ -34,3 +59,15 @@ __all__ = [
     "compress",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
