@@ -9,15 +9,16 @@ in ``choice.py`` says so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from conduit_kv.attention.choice import choose
+from conduit_kv.attention.choice import Path_, choose
 
-_BLOCK = 128
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def attend(
         ``[B, H, n]`` fp32.
     """
     if mask is None and not with_lse:
-        path = choose(query, keys, new)
-        if path == "sdpa":
-            return _sdpa(query, keys, values, scaling, new), None
+        if choose(query, keys, _PATHS) == "sdpa":
+            return sdpa(query, keys, values, scaling, new=new), None
     return grouped(query, keys, values, scaling, new=new, mask=mask, with_lse=with_lse)
 
 
-def _sdpa(query: Tensor, keys: Tensor, values: Tensor, scaling: float, new: int) -> Tensor:
+def sdpa(query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, new: int) -> Tensor:
+    """PyTorch's scaled dot product attention: see :func:`attend`."""
     grouped_heads = query.shape[1] != keys.shape[1]
     n, slots = query.shape[2], keys.shape[2]
     visible = None
@@ -118,19 +119,19 @@ def grouped(
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The grouped, blocked product: see :func:`attend`. Memory is ``H x block x S``."""
-    batch, heads, n, _ = query.shape
+    batch, heads, n, width = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
-    query = (query * scaling).view(batch, kv_heads, group, n, -1)
-    keys_t = keys.transpose(2, 3)
+    group, pairs = heads // kv_heads, batch * kv_heads
+    query = (query * scaling).reshape(pairs, group, n, width)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     older = slots - new
     outputs, sums = [], []
     for start in range(0, n, _BLOCK):
         stop = min(start + _BLOCK, n)
         rows = stop - start
         columns = min(older + stop, slots) if new else slots
-        part = query[:, :, :, start:stop].reshape(batch, kv_heads, group * rows, -1)
-        logits = torch.matmul(part, keys_t[..., :columns])
+        part = query[:, :, start:stop].reshape(pairs, group * rows, width)
+        logits = _products(part, keys[:, :columns])
         by_row = logits.view(batch, kv_heads, group, rows, columns)
         if mask is not None:
             seen = mask.block(start, stop, columns)[:, :, None]
@@ -141,10 +142,32 @@ def grouped(
         weights = logits.softmax(-1)
         if mask is not None:
             weights = weights.nan_to_num(0.0)  # a row of padding, or one that sees nothing here
-        output = torch.matmul(weights, values[:, :, :columns])
+        output = torch.bmm(weights, values[:, :columns])
         outputs.append(output.view(batch, kv_heads, group, rows, -1))
         if with_lse:
             sums.append(torch.logsumexp(by_row.float(), dim=-1))
     output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=3)).flatten(1, 2)
     lse = torch.cat(sums, dim=3).flatten(1, 2) if with_lse else None
     return output, lse
+
+
+def _products(query: Tensor, keys: Tensor) -> Tensor:
+    """``[P, r, S]``: products of rows ``[P, r, d]`` with keys ``[P, S, d]``.
+
+    Keys lie in buffers with slots to spare. For few rows a product that has the keys on its left
+    reads them where they lie; the other order would copy them first.
+    """
+    if query.shape[1] < 16:
+        return torch.bmm(keys, query.transpose(1, 2)).transpose(1, 2).contiguous()
+    return torch.bmm(query, keys.transpose(1, 2))
+
+
+def _whole(query: Tensor, keys: Tensor) -> int:
+    """``new`` of a prefill (all slots are rows) or of a decoding step (the last one is)."""
+    return min(query.shape[2], keys.shape[2])
+
+
+_PATHS: dict[Path_, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "sdpa": lambda q, k, v: sdpa(q, k, v, 1.0, new=_whole(q, k)),
+    "grouped": lambda q, k, v: grouped(q, k, v, 1.0, new=_whole(q, k)),
+}

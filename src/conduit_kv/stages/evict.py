@@ -43,6 +43,7 @@ class Eviction:
     _scored: dict[int, list[Groups]] = field(default_factory=dict)
     _carried: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _features: list[Tensor] = field(default_factory=list)
+    _covers: dict[tuple[int, str], Tensor] = field(default_factory=dict)
 
     @property
     def active(self) -> bool:
@@ -51,7 +52,7 @@ class Eviction:
 
     def begin(self, embeddings: Tensor) -> None:
         """Before the first layer of a prefill or turn: ``[B, n, hidden]``, input embeddings."""
-        self._scored = {}
+        self._scored, self._covers = {}, {}
         if not self.method.cover or self.method.cover_by != "features":
             return
         tokens = self.cache.progress.step_tokens
@@ -208,6 +209,7 @@ class Eviction:
             _carried=dict(self._carried),
             _features=list(self._features),
             _scored={},
+            _covers={},
         )
 
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -276,9 +278,11 @@ class Eviction:
         return mine
 
     def _cover(self, row: int, by: str, tokens: Tensor) -> Tensor:
-        layout = self.cache.progress.layouts[row]
-        features = self._features[row] if by == "features" else None
-        return cover_ranks(layout, features)[tokens]
+        if (row, by) not in self._covers:
+            layout = self.cache.progress.layouts[row]
+            features = self._features[row] if by == "features" else None
+            self._covers[row, by] = cover_ranks(layout, features)
+        return self._covers[row, by][tokens]
 
 
 def _without_tensors(view: LayerView) -> LayerView:
