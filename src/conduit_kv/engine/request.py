@@ -127,7 +127,7 @@ class RequestCache(VisualCache):
 
 
 class JoinedCache(Cache):  # type: ignore[misc]
-    """Several caches of one sequence each, decoded as one batch.
+    """Several caches of one sequence each, extended and decoded as one batch.
 
     Projections and MLPs run over the batch; attention and eviction go to each member. Members may
     have different plans and lengths; no padding arises.
@@ -150,12 +150,33 @@ class JoinedCache(Cache):  # type: ignore[misc]
         )
         self.progress = _JoinedProgress(self.members)
 
-    scores_turns = False
+    @property
+    def scores_turns(self) -> bool:
+        """Whether some member scores the end of a turn."""
+        return any(member.scores_turns for member in self.members)
 
     @property
     def scores_steps(self) -> bool:
         """Whether some member scores decoded tokens."""
         return any(member.scores_steps for member in self.members)
+
+    def begin(self, embeddings: Tensor) -> None:
+        """Before the first layer of a turn: ``[P, n, hidden]``, a row per member."""
+        for row, member in enumerate(self.members):
+            if member.scores_turns:
+                member.begin(embeddings[row : row + 1])
+
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
+        """After a layer of a turn: ``[P, H, n, d]``, a row per member."""
+        for row, member in enumerate(self.members):
+            if member.scores_turns:
+                member.observe(layer, queries[row : row + 1], scaling)
+
+    def finish(self) -> None:
+        """After the last layer of a turn."""
+        for member in self.members:
+            if member.scores_turns:
+                member.finish()
 
     def step(self, layer: int, query: Tensor, scaling: float) -> None:
         """After a layer of a decoding step: ``[P, H, 1, d]``, a row per member."""

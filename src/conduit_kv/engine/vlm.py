@@ -282,20 +282,39 @@ class VLM:
         ]
 
     @torch.inference_mode()
-    def step(self, states: Sequence[State], tokens: Sequence[int]) -> None:
-        """Run one token on each of several requests, which may have different plans."""
-        run = Run(self.model, self.family, states[0].cache.plan)
+    def extend_together(
+        self, states: Sequence[State], ids: Tensor, *, evict: bool = True
+    ) -> None:
+        """Run further text tokens on several requests' caches, which it changes, as one batch.
+
+        Parameters
+        ----------
+        states : sequence of State
+            Under the same or different plans.
+        ids : Tensor
+            ``[P, n]`` int64, a row per request.
+        evict : bool
+            False leaves the evict stage out of this step.
+        """
+        self.check_length(max(len(state.ids) for state in states) + ids.shape[1])
+        run = Run(self.model, self.family, states[0].cache.plan, evict=evict)
         cache = (
             states[0].cache
             if len(states) == 1
             else JoinedCache([state.cache for state in states])
         )
-        ids = torch.tensor(tokens, device=self.model.device)[:, None]
+        name = _cache_argument(self.model)
         with wrapped(run):
-            output = self.model(input_ids=ids, **{_cache_argument(self.model): cache})
-        for row, (state, token) in enumerate(zip(states, tokens, strict=True)):
+            output = self.model(
+                input_ids=ids.to(self.model.device), logits_to_keep=1, **{name: cache}
+            )
+        for row, (state, tokens) in enumerate(zip(states, ids.tolist(), strict=True)):
             state.logits = output.logits[row : row + 1, -1]
-            state.ids.append(token)
+            state.ids.extend(tokens)
+
+    def step(self, states: Sequence[State], tokens: Sequence[int]) -> None:
+        """Run one token on each of several requests, which may have different plans."""
+        self.extend_together(states, torch.tensor(tokens)[:, None])
 
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end an answer."""
