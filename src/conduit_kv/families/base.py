@@ -1,7 +1,8 @@
 """What Conduit must know of a model family, and nothing else.
 
 To add a family: subclass :class:`Family` in a file of its own, list it in
-``families/__init__.py``, and add a tiny random model of its real class to ``tests/tiny``.
+``families/__init__.py``, and add a tiny random model of its real class to ``tests/tiny``;
+docs/families.md has the steps.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class Idefics3(Family):
 
     name = "Idefics3"
     model_types = ("idefics3",)
+    nested_images = True
 
     def text_model(self, model: PreTrainedModel) -> nn.Module:
         return model.model.text_model  # type: ignore[no-any-return]

@@ -32,6 +32,7 @@ class LlavaOnevision(Family):
 
     name = "LLaVA-OneVision"
     model_types = ("llava_onevision",)
+    nested_images = True  # the lists say which images go together
     needs_torchvision = True
 
     def grids(

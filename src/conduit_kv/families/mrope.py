@@ -43,8 +43,9 @@ class MRope(Family):
         """``[3, T_b]`` int64 of each sequence, by the model's own ``get_rope_index``.
 
         That function reads the configuration and its arguments only, and its result moves with the
-        position at which a sequence begins: what follows ``n`` tokens whose largest position is
-        ``p`` has these positions plus ``p + 1``.
+        position at which a sequence begins: what follows a text token at position ``p`` has these
+        positions plus ``p + 1``. ``generate`` goes on at the largest position plus 1, which is the
+        same unless a video's time axis outgrew its rows, its columns and the text behind it.
         """
         images, videos = _rows(inputs.get("image_grid_thw")), _rows(inputs.get("video_grid_thw"))
         seconds = inputs.get("second_per_grid_ts")
