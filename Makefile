@@ -1,0 +1,74 @@
+# Each target builds its own environment from pinned files, once, and works offline afterwards.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+ENVS := .envs
+PIP := -m pip --disable-pip-version-check --no-input -q
+
+.PHONY: demo test lint types test-5.19 oracle bench speed usage support-matrix clean
+
+demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
+	$(ENVS)/demo/bin/conduit-kv demo
+
+test: $(ENVS)/test/ready lint types  ## everything that CI checks
+	$(ENVS)/test/bin/python -m pytest
+
+lint: $(ENVS)/test/ready
+	$(ENVS)/test/bin/ruff check .
+	$(ENVS)/test/bin/ruff format --check .
+
+types: $(ENVS)/test/ready
+	$(ENVS)/test/bin/mypy
+
+test-5.19: $(ENVS)/transformers-5.19/ready  ## the contracts with the oldest supported Transformers
+	$(ENVS)/transformers-5.19/bin/python -m pytest tests/contracts
+
+oracle: $(ENVS)/oracle/ready $(ENVS)/test/ready  ## kept indices against kvpress
+	$(ENVS)/oracle/bin/python tests/oracle/kvpress_indices.py $(ENVS)/oracle/indices.json
+	$(ENVS)/test/bin/python -m pytest tests/oracle --kvpress $(ENVS)/oracle/indices.json
+
+speed: $(ENVS)/demo/ready  ## prefill and decoding against plain Transformers, in one run
+	$(ENVS)/demo/bin/python benchmarks/speed.py --json out/speed.json
+
+bench: speed usage  ## every figure of the README
+
+usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hours)
+	$(ENVS)/demo/bin/python benchmarks/usage.py --json out/usage.json
+
+support-matrix: test test-5.19  ## write the README's table of what was tested
+	$(ENVS)/test/bin/python -m tests.support_matrix
+
+clean:
+	rm -rf $(ENVS) out
+
+# -- environments ---------------------------------------------------------------------------------
+
+$(ENVS)/demo/ready: requirements/base.txt requirements/pins.txt src/conduit_kv/embedded/requirements.txt pyproject.toml
+	$(call environment,demo,requirements/base.txt)
+	$(ENVS)/demo/bin/conduit-kv setup embedded
+	@touch $@
+
+$(ENVS)/test/ready: $(wildcard requirements/*.txt) \
+		src/conduit_kv/embedded/requirements.txt pyproject.toml
+	$(call environment,test,requirements/test.txt)
+	$(ENVS)/test/bin/python $(PIP) install --no-deps --target $(ENVS)/test/torchvision \
+		--upgrade -r requirements/torchvision.txt
+	$(ENVS)/test/bin/conduit-kv setup embedded
+	@touch $@
+
+$(ENVS)/transformers-5.19/ready: $(wildcard requirements/*.txt) pyproject.toml
+	$(call environment,transformers-5.19,requirements/transformers-5.19.txt)
+	$(ENVS)/transformers-5.19/bin/python $(PIP) install --no-deps --upgrade \
+		--target $(ENVS)/transformers-5.19/torchvision -r requirements/torchvision.txt
+	@touch $@
+
+$(ENVS)/oracle/ready: requirements/oracle.txt
+	$(PYTHON) -m venv $(ENVS)/oracle
+	$(ENVS)/oracle/bin/python $(PIP) install -r requirements/oracle.txt
+	@touch $@
+
+# An environment $(1) with the pinned packages of $(2) and this package, editable.
+define environment
+	@echo "building environment $(1) (once)"
+	$(PYTHON) -m venv $(ENVS)/$(1)
+	$(ENVS)/$(1)/bin/python $(PIP) install -r $(2)
+	$(ENVS)/$(1)/bin/python $(PIP) install --no-deps --no-build-isolation -e .
+endef
