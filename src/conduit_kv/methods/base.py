@@ -51,7 +51,7 @@ class Method:
             If a value is not one of a field's choices, or not a finite number where it must be one.
         """
         for key, hint in _hints(type(self)).items():
-            value = getattr(self, key, None)
+            value: Any = getattr(self, key)
             choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
             if choices is not None and value not in choices:
                 shown = ", ".join(str(choice) for choice in choices)
