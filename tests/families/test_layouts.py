@@ -31,7 +31,7 @@ def process(name, prompts, images=None, films=None, **options):
     if images:
         arguments["images"] = [images] if tiny.nested else images
     if films:
-        arguments["videos"] = films
+        arguments["videos"] = [films] if tiny.nested_videos else films
         metadata = {
             "fps": 2.0,
             "total_num_frames": len(films[0]),

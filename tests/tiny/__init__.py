@@ -104,7 +104,7 @@ def tiny_inputs(
     if images:
         arguments["images"] = _nested(images, n_images) if tiny.nested else images
     if films:
-        arguments["videos"] = films
+        arguments["videos"] = _nested(films, videos_of) if tiny.nested_videos else films
         arguments["video_metadata"] = [
             {"fps": 2.0, "total_num_frames": frames, "frames_indices": list(range(frames))}
             for _ in films

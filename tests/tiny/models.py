@@ -26,8 +26,8 @@ class Tiny:
         Around the user's text, as in the family's chat template.
     sizes : tuple
         Default image sizes, (height, width) in pixels.
-    nested : bool
-        Whether the processor wants one list of images per sequence.
+    nested, nested_videos : bool
+        Whether the processor wants one list of images, or of videos, per sequence.
     mixes : bool
         Whether the processor takes images and videos in one call.
     """
@@ -39,6 +39,7 @@ class Tiny:
     video: str = ""
     sizes: tuple[tuple[int, int], ...] = ((28, 42), (42, 28), (56, 28))
     nested: bool = False
+    nested_videos: bool = False
     mixes: bool = True
 
 
@@ -558,7 +559,12 @@ _IDEFICS = {
     "end": "<end_of_utterance>\nAssistant:",
     "nested": True,
 }
-_SMOLVLM = _IDEFICS | {"start": "<|im_start|>User: ", "video": "<video>", "mixes": False}
+_SMOLVLM = _IDEFICS | {
+    "start": "<|im_start|>User: ",
+    "video": "<video>",
+    "nested_videos": True,
+    "mixes": False,
+}
 
 TINY: dict[str, Tiny] = {
     "llava": Tiny(llava, **_LLAVA),
@@ -579,8 +585,6 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3-vl": Tiny(qwen3_vl, **_QWEN),
     "internvl3": Tiny(internvl, **_INTERN),
-    "smolvlm": Tiny(
-        smolvlm, **_IDEFICS | {"start": "<|im_start|>User: ", "video": "<video>", "mixes": False}
-    ),
+    "smolvlm": Tiny(smolvlm, **_SMOLVLM),
     "idefics3": Tiny(idefics3, **_IDEFICS),
 }
