@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conduit_kv.attention.paths import Mask, attend
 
-_SLACK = 64
+_SLACK = 16
 """Slots allocated beyond those needed, so that decoding appends in place."""
 _GROWTH = 1.25
 """When the slack is used up the buffers grow by this factor."""

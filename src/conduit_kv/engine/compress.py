@@ -173,8 +173,8 @@ class Run:
         """The encoders: ``generate`` calls them first and forgets the images' sizes and grids."""
         output = original(*args, **kwargs)
         names = list(inspect.signature(original).parameters)
-        if isinstance(output, dict):
-            images = len(output["pooler_output"])
+        if getattr(output, "pooler_output", None) is not None:
+            images = len(output.pooler_output)
             vars(output)[_ENCODED] = {
                 **dict(zip(names, args, strict=False)),
                 **kwargs,
