@@ -77,8 +77,10 @@ class Budget:
             return sum(min(int(self.value), length) for length in lengths)
         return min(int(self.value // bytes_per_token), sum(lengths))
 
-    def target(self, kept: int, then: int, now: int) -> int:
-        """Tokens that a layer may hold in decoding: its share of the tokens so far.
+    def target(
+        self, kept: int, then: int, now: int, layers: int = 1, bytes_per_token: float = 1.0
+    ) -> int:
+        """Tokens that a layer may hold in decoding: its part of what the budget allows by now.
 
         Parameters
         ----------
@@ -86,10 +88,17 @@ class Budget:
             What the layer was given, out of how many tokens, when the budget was last solved.
         now : int
             Tokens so far.
+        layers, bytes_per_token
+            Layers under the budget, and see :meth:`total`. A number of tokens or bytes that the
+            prompt did not use up leaves room to grow.
         """
         if self.unit == "share":
-            return min(now, -(-kept * now // max(then, 1)))
-        return min(now, kept)
+            before, after = then, now
+        else:
+            before, after = (
+                self.total([length] * layers, bytes_per_token) for length in (then, now)
+            )
+        return min(now, -(-kept * after // max(before, 1)))
 
     def __str__(self) -> str:
         if self.unit == "share":

@@ -51,6 +51,7 @@ def conduit_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     conduit: Step | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over what the request's cache holds in this layer.
@@ -59,6 +60,8 @@ def conduit_attention(
     ----------
     query : Tensor
         ``[B, H, n, d]``, RoPE applied. ``key`` and ``value`` are in the cache already.
+    sliding_window : int or None
+        Of the layer, as the attention modules that have one pass it.
 
     Returns
     -------
@@ -75,7 +78,7 @@ def conduit_attention(
         conduit.queries.append(query)
         conduit.scaling = factor
     layer = conduit.cache.layers[module.layer_idx]
-    output = layer.attend(query, factor, getattr(module, "sliding_window", None))
+    output = layer.attend(query, factor, sliding_window)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from conduit_kv.cache import VisualCache, VisualLayer
 from conduit_kv.methods.cover import cover_ranks
@@ -184,7 +185,10 @@ class Eviction:
         if scores.carry is not None:
             self._carried[layer, row] = [(view.index, head) for head in scores.carry]
         granted, then = self.budgets[layer][row]
-        target = self.method.budget.target(granted, then, self.cache.progress.counts[row])
+        now = self.cache.progress.counts[row]
+        target = self.method.budget.target(
+            granted, then, now, len(self.budgets), self._bytes_per_token()
+        )
         excess = view.size - target
         if excess <= 0:
             return none
@@ -197,7 +201,20 @@ class Eviction:
                 self.notes.append(note)
         count = min(self.method.step_drops(excess), free)
         order = ranking(token, tier)
-        return view.index[order[len(order) - count :]]
+        kept = torch.ones(view.size, dtype=torch.bool)
+        kept[order[len(order) - count :]] = False
+        self._remember(layer, row, view.index, scores, kept)
+        return view.index[~kept]
+
+    def _remember(
+        self, layer: int, row: int, index: Tensor, scores: Scores, kept: Tensor | None = None
+    ) -> None:
+        if scores.carry is None:
+            return
+        carry = scores.carry
+        if kept is not None:
+            index, carry = index[kept], carry[:, kept]
+        self._carried[layer, row] = [(index, head) for head in carry]
 
     def fork(self, cache: VisualCache) -> Eviction:
         """This stage's state for a fork of its cache."""
@@ -300,6 +317,11 @@ def _without_tensors(view: LayerView) -> LayerView:
 def _aligned(old: list[tuple[Tensor, Tensor]], tokens: Tensor) -> Tensor:
     """Carried scores ``[G, S]`` of ``tokens``; 0 for those that are new."""
     rows = []
+    newer = len(tokens) - len(old[0][0])
+    if all(len(index) + newer == len(tokens) for index, _ in old) and torch.equal(
+        old[0][0], tokens[: len(tokens) - newer]
+    ):
+        return F.pad(torch.stack([carry for _, carry in old]), (0, newer))
     for index, carry in old:
         row = torch.zeros(len(tokens))
         at = torch.searchsorted(index, tokens).clamp(max=max(len(index) - 1, 0))
