@@ -146,6 +146,8 @@ def share_out(
         upper *= 2
     for _ in range(200):
         middle = (lower + upper) / 2
+        if not lower < middle < upper:
+            break
         lower, upper = (middle, upper) if filled(middle) < total else (lower, middle)
     exact = [min(max(upper * weight[i], low[i]), most[i]) for i in layers]
     counts = largest_remainder(exact, total)

@@ -11,6 +11,7 @@ from transformers import Cache
 
 from conduit_kv.cache import VisualCache
 from conduit_kv.errors import InputError, PlanError
+from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
 from conduit_kv.plan import Plan
 from conduit_kv.stages.evict import Eviction
@@ -55,7 +56,8 @@ class RequestCache(VisualCache):
     @property
     def scores_steps(self) -> bool:
         """Whether decoded tokens are to be scored."""
-        return self.eviction.active and bool(self.eviction.budgets)
+        scores = type(self.eviction.method).score_step is not EvictMethod.score_step
+        return scores and self.eviction.active and bool(self.eviction.budgets)
 
     def begin(self, embeddings: Tensor) -> None:
         """Before the first layer of a prefill or turn: ``[B, n, hidden]``."""
