@@ -213,9 +213,11 @@ def main() -> None:
 
 def show(title: str, found: dict[str, Any]) -> None:
     print(title)
-    values = found.get("seconds") or found.get("seconds_per_token") or {
-        name: peak["peak_mb"] for name, peak in found["peaks"].items()
-    }
+    values = (
+        found.get("seconds")
+        or found.get("seconds_per_token")
+        or {name: peak["peak_mb"] for name, peak in found["peaks"].items()}
+    )
     for name, value in values.items():
         ratio = found["ratio_to_plain"].get(name)
         empty = found.get("ratio_to_empty", {}).get(name)

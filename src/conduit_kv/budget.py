@@ -35,7 +35,9 @@ class Budget:
     @staticmethod
     def parse(text: str) -> Budget:
         """Read ``0.2``, ``128`` or ``64MB``."""
-        found = re.fullmatch(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]+)?\s*([A-Za-z]*)", text.strip())
+        found = re.fullmatch(
+            r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e-?[0-9]+)?\s*([A-Za-z]*)", text.strip()
+        )
         if found is None:
             raise PlanError(f"budget {text!r} is not a number: write 0.2, 128 or 64MB")
         number, unit = found[1] + (found[3] or ""), found[4].upper()

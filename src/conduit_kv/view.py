@@ -13,10 +13,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from conduit_kv.layout import Layout
 
 _BLOCK_FLOATS = 1 << 24  # 64 MB of fp32 scores at a time, whatever the prompt's length
+_SPANS = 8  # parts of the sequence whose rows are scored apart: a row sees what came before it
 
 
 @dataclass
@@ -103,8 +105,13 @@ class LayerView:
             raise IndexError("only the step's own tokens have queries")
         return self.step_queries[:, rows - first]
 
-    def attention_blocks(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Attention of ``rows`` to all candidates, a block of rows at a time.
+    @cached_property
+    def _keys_fp32(self) -> Tensor:
+        # Scores decide rankings; and bf16 products are compiled anew for each S on a CPU.
+        return self.keys.float()
+
+    def visible_blocks(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Attention of ``rows`` to the candidates that they see, a block of rows at a time.
 
         Parameters
         ----------
@@ -116,20 +123,28 @@ class LayerView:
         rows : Tensor
             ``[r]``, the block's rows.
         weights : Tensor
-            ``[H, r, S]`` fp32: softmax of ``q k^T * scaling`` over the candidates that the row
-            sees (itself and what came before). Memory is bounded, never ``T x T``.
+            ``[H, r, s]`` fp32: softmax of ``q k^T * scaling`` over the candidates that the row
+            sees (itself and what came before). ``s`` is what the block's last row sees: columns
+            from there on are 0. Memory is bounded, never ``T x T``.
         """
         group = self.heads // self.kv_heads
-        step = max(1, _BLOCK_FLOATS // (self.heads * self.size))
-        for start in range(0, len(rows), step):
-            block = rows[start : start + step]
+        most = max(1, _BLOCK_FLOATS // (self.heads * self.size))
+        for block in _runs(rows, most, self.size):
+            first, stop = int(block.min()), int(block.max()) + 1
             query = self.queries(block).reshape(self.kv_heads, group * len(block), -1)
-            logits = torch.matmul(query, self.keys.transpose(1, 2)).float() * self.scaling
-            logits = logits.view(self.kv_heads * group, len(block), self.size)
-            hidden = torch.arange(self.size, device=logits.device) > block[:, None].to(
-                logits.device
-            )
-            yield block, logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+            keys = self.keys[:, :stop].transpose(1, 2)
+            nothing = query.new_empty((1, 1, 1))
+            logits = torch.baddbmm(nothing, query, keys, beta=0, alpha=self.scaling).float()
+            logits = logits.view(self.heads, len(block), stop)
+            hidden = torch.arange(first + 1, stop) > block[:, None]
+            logits[..., first + 1 :].masked_fill_(hidden.to(logits.device), float("-inf"))
+            yield block, logits.softmax(-1)
+
+    def attention_blocks(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """:meth:`visible_blocks` with all columns: weights are ``[H, r, S]``."""
+        for block, weights in self.visible_blocks(rows):
+            missing = self.size - weights.shape[-1]
+            yield block, F.pad(weights, (0, missing)) if missing else weights
 
     def attention(self, rows: Tensor) -> Tensor:
         """``[H, R', S]`` fp32 for a FEW rows; see :meth:`attention_blocks` for many."""
@@ -140,11 +155,20 @@ class LayerView:
 
     def group_mean(self, per_head: Tensor) -> Tensor:
         """Average the query heads of each KV head: ``[H, ...]`` to ``[G, ...]``."""
-        return per_head.unflatten(0, (self.kv_heads, -1)).mean(1)
+        mean: Tensor = per_head.reshape(self.kv_heads, -1, *per_head.shape[1:]).mean(1)
+        return mean
 
     def column_sums(self, rows: Tensor) -> Tensor:
         """``[G, S]`` fp32: attention received from ``rows``, summed over them, group-mean."""
         total = self.keys.new_zeros((self.kv_heads, self.size), dtype=torch.float32)
-        for _, weights in self.attention_blocks(rows):
-            total += self.group_mean(weights.sum(1))
+        for _, weights in self.visible_blocks(rows):
+            total[:, : weights.shape[-1]] += self.group_mean(weights.sum(1))
         return total
+
+
+def _runs(rows: Tensor, most: int, size: int) -> Iterator[Tensor]:
+    """``rows`` in runs of at most ``most``, each within one eighth of ``size`` candidates."""
+    part = rows // max(size // _SPANS, 1)
+    for run in torch.tensor_split(rows, (torch.nonzero(part.diff()).flatten() + 1).tolist()):
+        for start in range(0, len(run), most):
+            yield run[start : start + most]

@@ -32,18 +32,19 @@ _decided: dict[str, Path_] = {}
 def choose(
     query: Tensor,
     keys: Tensor,
-    paths: dict[Path_, Callable[[Tensor, Tensor, Tensor], object]],
+    slots: int,
+    paths: dict[Path_, Callable[[Tensor, Tensor, Tensor, int], object]],
 ) -> Path_:
-    """The path for ``query`` ``[B, H, n, d]`` over ``keys`` ``[B, G, S, d]``.
+    """The path for ``query`` ``[B, H, n, d]`` over ``slots`` slots of ``keys`` ``[B, G, C, d]``.
 
     Parameters
     ----------
     paths : dict
-        Each path as a function of query, keys and values, to measure with.
+        Each path as a function of query, keys, values and slots, to measure with.
     """
     if query.device.type != "cpu":
         return "sdpa"
-    n, slots = query.shape[2], keys.shape[2]
+    n = query.shape[2]
     if 1 < n < slots:
         return "grouped"  # SDPA would need the whole n x S mask
     kind = "decode" if n == 1 else "prefill"
@@ -63,7 +64,7 @@ def _measure(
     keys: Tensor,
     n: int,
     slots: int,
-    paths: dict[Path_, Callable[[Tensor, Tensor, Tensor], object]],
+    paths: dict[Path_, Callable[[Tensor, Tensor, Tensor, int], object]],
 ) -> Path_:
     generator = torch.Generator().manual_seed(0)
 
@@ -73,15 +74,14 @@ def _measure(
 
     q, k, v = (
         drawn(query.shape[1], n),
-        # As in a cache: a slice of longer buffers.
-        drawn(keys.shape[1], slots + 64)[:, :, :slots],
-        drawn(keys.shape[1], slots + 64)[:, :, :slots],
+        drawn(keys.shape[1], slots + 64),
+        drawn(keys.shape[1], slots + 64),
     )
     best: dict[Path_, float] = {}
     for _ in range(4):  # in turn, so that both see the same machine
         for name, path in paths.items():
             start = time.perf_counter()
-            path(q, k, v)
+            path(q, k, v, slots)
             best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
     return min(best, key=lambda name: best[name])
 

@@ -19,6 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from conduit_kv.attention.choice import Path_, choose
 
 _BLOCK = 64
+TILE = 32
+"""Products run over whole tiles of slots: on a CPU each new shape of a bf16 product is compiled,
+which takes as long as the product itself, and layers that hold different numbers would differ."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Mask:
     Attributes
     ----------
     index : Tensor
-        ``[B, g, S]``, g = 1 or G: each slot's token; -1 for a slot that holds none.
+        ``[B, g, C]``, g = 1 or G: each slot's token; -1 for a slot that holds none.
     rows : Tensor
         ``[B, n]``: each query row's token; -1 for padding.
     window : int or None
@@ -55,6 +58,7 @@ def attend(
     values: Tensor,
     scaling: float,
     *,
+    slots: int,
     new: int,
     mask: Mask | None = None,
     with_lse: bool = False,
@@ -66,9 +70,11 @@ def attend(
     query : Tensor
         ``[B, H, n, d]``.
     keys, values : Tensor
-        ``[B, G, S, d]``.
+        ``[B, G, C, d]``, the buffers whole: what lies beyond ``slots`` is finite and not seen.
     scaling : float
         Factor of the logits.
+    slots : int
+        How many slots are in use.
     new : int
         How many of the last slots are the query rows themselves (``n``, or 0 for a segment that
         holds only older tokens).
@@ -84,27 +90,27 @@ def attend(
     lse : Tensor or None
         ``[B, H, n]`` fp32.
     """
-    if mask is None and not with_lse:
-        if choose(query, keys, _PATHS) == "sdpa":
-            return sdpa(query, keys, values, scaling, new=new), None
-    return grouped(query, keys, values, scaling, new=new, mask=mask, with_lse=with_lse)
+    if mask is None and not with_lse and choose(query, keys, slots, _PATHS) == "sdpa":
+        return sdpa(query, keys, values, scaling, slots=slots, new=new), None
+    return grouped(query, keys, values, scaling, slots=slots, new=new, mask=mask, with_lse=with_lse)
 
 
-def sdpa(query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, new: int) -> Tensor:
+def sdpa(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, slots: int, new: int
+) -> Tensor:
     """PyTorch's scaled dot product attention: see :func:`attend`."""
-    grouped_heads = query.shape[1] != keys.shape[1]
-    n, slots = query.shape[2], keys.shape[2]
+    n = query.shape[2]
     visible = None
     if new > 1 and slots != n:
         visible = torch.ones(n, slots, dtype=torch.bool, device=query.device).tril(slots - n)
     return scaled_dot_product_attention(
         query,
-        keys,
-        values,
+        keys[:, :, :slots],
+        values[:, :, :slots],
         attn_mask=visible,
         is_causal=new > 1 and visible is None,
         scale=scaling,
-        enable_gqa=grouped_heads,
+        enable_gqa=query.shape[1] != keys.shape[1],
     )
 
 
@@ -114,13 +120,14 @@ def grouped(
     values: Tensor,
     scaling: float,
     *,
+    slots: int,
     new: int,
     mask: Mask | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The grouped, blocked product: see :func:`attend`. Memory is ``H x block x S``."""
     batch, heads, n, width = query.shape
-    kv_heads, slots = keys.shape[1], keys.shape[2]
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
     group, pairs = heads // kv_heads, batch * kv_heads
     query = (query * scaling).reshape(pairs, group, n, width)
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
@@ -129,16 +136,21 @@ def grouped(
     for start in range(0, n, _BLOCK):
         stop = min(start + _BLOCK, n)
         rows = stop - start
-        columns = min(older + stop, slots) if new else slots
+        seen = older + stop if new else slots
+        columns = min(-(-seen // TILE) * TILE, capacity)
         part = query[:, :, start:stop].reshape(pairs, group * rows, width)
         logits = _products(part, keys[:, :columns])
         by_row = logits.view(batch, kv_heads, group, rows, columns)
         if mask is not None:
-            seen = mask.block(start, stop, columns)[:, :, None]
-            by_row.masked_fill_(~seen, -math.inf)
+            visible = mask.block(start, stop, columns)[:, :, None]
+            by_row.masked_fill_(~visible, -math.inf)
         elif new and rows > 1:
-            future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-            by_row[..., columns - rows :].masked_fill_(future, -math.inf)
+            first = older + start
+            place = torch.arange(first, columns, device=query.device)
+            later = place > torch.arange(first, first + rows, device=query.device)[:, None]
+            by_row[..., first:].masked_fill_(later, -math.inf)
+        elif columns > seen:
+            logits[..., seen:] = -math.inf
         weights = logits.softmax(-1)
         if mask is not None:
             weights = weights.nan_to_num(0.0)  # a row of padding, or one that sees nothing here
@@ -162,12 +174,7 @@ def _products(query: Tensor, keys: Tensor) -> Tensor:
     return torch.bmm(query, keys.transpose(1, 2))
 
 
-def _whole(query: Tensor, keys: Tensor) -> int:
-    """``new`` of a prefill (all slots are rows) or of a decoding step (the last one is)."""
-    return min(query.shape[2], keys.shape[2])
-
-
-_PATHS: dict[Path_, Callable[[Tensor, Tensor, Tensor], object]] = {
-    "sdpa": lambda q, k, v: sdpa(q, k, v, 1.0, new=_whole(q, k)),
-    "grouped": lambda q, k, v: grouped(q, k, v, 1.0, new=_whole(q, k)),
+_PATHS: dict[Path_, Callable[[Tensor, Tensor, Tensor, int], object]] = {
+    "sdpa": lambda q, k, v, slots: sdpa(q, k, v, 1.0, slots=slots, new=q.shape[2]),
+    "grouped": lambda q, k, v, slots: grouped(q, k, v, 1.0, slots=slots, new=q.shape[2]),
 }

@@ -55,9 +55,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.tail is None:
             self.lazy_initialization(key_states, value_states)
         tail: DenseSegment = self.tail  # type: ignore[assignment]
-        tail.append(
-            key_states, value_states, self.progress.step_tokens, self.progress.step_padded
-        )
+        tail.append(key_states, value_states, self.progress.step_tokens, self.progress.step_padded)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -114,6 +112,11 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         return 0 if self.tail is None else int(self.tail.keys.shape[0])
 
     @property
+    def slots(self) -> int:
+        """Slots attended per sequence and head."""
+        return sum(segment.slots for segment in self.segments)
+
+    @property
     def kv_heads(self) -> int:
         return 0 if self.tail is None else int(self.tail.keys.shape[1])
 
@@ -141,27 +144,25 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
     def held(self, row: int, head: int) -> Tensor:
         """``[S]`` int64 ascending: the tokens that a sequence's KV head holds."""
         parts = [segment.held(row, head) for segment in self.segments]
-        return torch.sort(torch.cat(parts)).values if parts else torch.empty(0, dtype=torch.long)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
 
     def read(self, row: int, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ``[S]`` ascending and K, V ``[G', S, d]`` of KV heads that hold the same."""
-        tokens = torch.cat([segment.held(row, heads[0]) for segment in self.segments])
+        tokens = self.held(row, heads[0])
         pairs = [
             [segment.read(row, head) for segment in self.segments if segment.slots]
             for head in heads
         ]
-        single = len(pairs[0]) == 1
-        if single and isinstance(self.tail, DenseSegment) and not self.tail.holes:
+        if len(pairs[0]) == 1 and isinstance(self.tail, DenseSegment) and not self.tail.holes:
             keys, values = self.tail.keys[row], self.tail.values[row]
             if len(heads) != self.kv_heads:
                 keys, values = keys[list(heads)], values[list(heads)]
         else:
             keys = torch.stack([torch.cat([k for k, _ in head]) for head in pairs])
             values = torch.stack([torch.cat([v for _, v in head]) for head in pairs])
-        if bool((tokens[1:] > tokens[:-1]).all()):
-            return tokens, keys, values
-        order = torch.argsort(tokens)
-        return tokens[order], keys[:, order], values[:, order]
+        return tokens, keys, values
 
     def keep(self, kept: Kept, changed: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         """Hold ``kept`` and nothing else.
@@ -225,16 +226,18 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         """Drop ``tokens[row]`` (all KV heads alike) after a decoding step."""
         tail: DenseSegment = self.tail  # type: ignore[assignment]
         if len(tokens) == 1 and not self.frozen and tail.heads_agree and not tail.holes:
-            index = tail.index[0, 0]
-            for token in tokens[0].tolist():
-                tail.replace_slot(int(torch.nonzero(tail.index[0, 0] == token)[0]))
-            del index
+            held = tail.held(0, 0)
+            for slot in torch.searchsorted(held, tokens[0]).sort(descending=True).values.tolist():
+                tail.remove_slot(slot)
             return
         kept = []
         for row in range(self.batch):
             heads = [0] if self.heads_agree(row) else range(self.kv_heads)
             kept.append(
-                [held[~torch.isin(held, tokens[row])] for held in (self.held(row, h) for h in heads)]
+                [
+                    held[~torch.isin(held, tokens[row])]
+                    for held in (self.held(row, h) for h in heads)
+                ]
             )
         self.keep(kept)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from conduit_kv.attention.paths import Mask, attend
+from conduit_kv.attention.paths import TILE, Mask, attend
 
 _SLACK = 16
 """Slots allocated beyond those needed, so that decoding appends in place."""
@@ -22,7 +22,7 @@ _GROWTH = 1.25
 
 
 class Segment(ABC):
-    """Keys and values of some tokens of a batch, in one layer."""
+    """Keys and values of some tokens of a batch, in one layer, in the order of the sequence."""
 
     @abstractmethod
     def attend(
@@ -136,26 +136,27 @@ class DenseSegment(Segment):
         capacity = needed + _SLACK
         if self.length:
             capacity = max(capacity, int(self._keys.shape[2] * _GROWTH))
+        capacity = -(-capacity // TILE) * TILE
 
-        def grown(old: Tensor, dim: int) -> Tensor:
-            shape = list(old.shape)
-            shape[dim] = capacity
-            new = old.new_empty(shape)
-            new.narrow(dim, 0, self.length).copy_(old.narrow(dim, 0, self.length))
+        def grown(old: Tensor, beyond: int) -> Tensor:
+            new = old.new_empty((*old.shape[:2], capacity, *old.shape[3:]))
+            new[:, :, : self.length] = old[:, :, : self.length]
+            new[:, :, self.length :] = beyond  # attention runs over whole tiles
             return new
 
-        self._keys, self._values = grown(self._keys, 2), grown(self._values, 2)
-        self._index = grown(self._index, 2)
+        self._keys, self._values = grown(self._keys, 0), grown(self._values, 0)
+        self._index = grown(self._index, -1)
 
     def attend(
         self, query: Tensor, scaling: float, rows: Tensor, window: int | None, *, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        mask = Mask(self.index, rows, window) if self.holes or window is not None else None
+        mask = Mask(self._index, rows, window) if self.holes or window is not None else None
         return attend(
             query,
-            self.keys,
-            self.values,
+            self._keys,
+            self._values,
             scaling,
+            slots=self.length,
             new=query.shape[2],
             mask=mask,
             with_lse=with_lse,
@@ -182,13 +183,14 @@ class DenseSegment(Segment):
     def crop(self, slots: int) -> None:
         """Forget the last ``slots`` slots."""
         self.length -= slots
+        self._index[:, :, self.length :] = -1
 
-    def replace_slot(self, slot: int) -> None:
-        """Drop one slot of a batch of one by moving the last slot into it. Order is not kept."""
+    def remove_slot(self, slot: int) -> None:
+        """Drop one slot of a batch of one; later slots move up, so that order is kept."""
         last = self.length - 1
-        if slot != last:
-            for tensor in (self._keys, self._values, self._index):
-                tensor[:, :, slot] = tensor[:, :, last]
+        for tensor in (self._keys, self._values, self._index):
+            tensor[:, :, slot:last] = tensor[:, :, slot + 1 : self.length].clone()
+        self._index[:, :, last] = -1
         self.length = last
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
@@ -264,6 +266,7 @@ class RaggedSegment(Segment):
                 self._keys[None, None, part],
                 self._values[None, None, part],
                 scaling,
+                slots=part.stop - part.start,
                 new=0,
                 with_lse=True,
             )

@@ -316,7 +316,10 @@ def wrapped(run: Run) -> Iterator[None]:
     with lock:
         if hasattr(target.forward, "__conduit__"):
             raise PlanError("compress() is active on this model already: end that block first")
-        methods = [(target, "forward", run.model_forward), (text_model, "forward", run.text_forward)]
+        methods = [
+            (target, "forward", run.model_forward),
+            (text_model, "forward", run.text_forward),
+        ]
         methods += [(inner, name, run.listen) for name in _ENCODERS if hasattr(inner, name)]
         before = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
         deltas = getattr(inner, "rope_deltas", None)

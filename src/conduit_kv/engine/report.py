@@ -174,8 +174,7 @@ def _sequence(cache: RequestCache, row: int) -> SequenceReport:
         held = [layer.held(row, head) for head in heads]
         counts = [layout.counts(tokens) for tokens in held]
         images = tuple(
-            sum(count[image] for count in counts) / len(heads)
-            for image in range(len(layout.grids))
+            sum(count[image] for count in counts) / len(heads) for image in range(len(layout.grids))
         )
         total = sum(len(tokens) for tokens in held) / max(len(heads), 1)
         slots = sum(segment.slots for segment in layer.segments)

@@ -262,8 +262,9 @@ class VLM:
         arguments = {name: value for name, value in inputs.items() if name != "attention_mask"}
         start = time.perf_counter()
         with wrapped(run):
-            output = self.model(**arguments, **{_cache_argument(self.model): cache},
-                                logits_to_keep=1)
+            output = self.model(
+                **arguments, **{_cache_argument(self.model): cache}, logits_to_keep=1
+            )
         total = time.perf_counter() - start
         seconds = {"encode": run.seconds.get("encode", 0.0), "first_token": total}
         return State(cache, output.logits[:, -1], [*seen, *ids[0].tolist()], seconds)
@@ -282,9 +283,7 @@ class VLM:
         ]
 
     @torch.inference_mode()
-    def extend_together(
-        self, states: Sequence[State], ids: Tensor, *, evict: bool = True
-    ) -> None:
+    def extend_together(self, states: Sequence[State], ids: Tensor, *, evict: bool = True) -> None:
         """Run further text tokens on several requests' caches, which it changes, as one batch.
 
         Parameters
@@ -299,9 +298,7 @@ class VLM:
         self.check_length(max(len(state.ids) for state in states) + ids.shape[1])
         run = Run(self.model, self.family, states[0].cache.plan, evict=evict)
         cache = (
-            states[0].cache
-            if len(states) == 1
-            else JoinedCache([state.cache for state in states])
+            states[0].cache if len(states) == 1 else JoinedCache([state.cache for state in states])
         )
         name = _cache_argument(self.model)
         with wrapped(run):

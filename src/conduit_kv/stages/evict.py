@@ -178,19 +178,20 @@ class Eviction:
         if not self.cache.layers[layer].heads_agree(row):
             # Heads that hold different tokens decode without eviction; the methods say so.
             return none
-        (view,) = self._views(layer, row, query, scaling)
-        scores = self.method.score_step(view)
-        if scores is None:
-            return none
-        if scores.carry is not None:
-            self._carried[layer, row] = [(view.index, head) for head in scores.carry]
         granted, then = self.budgets[layer][row]
         now = self.cache.progress.counts[row]
         target = self.method.budget.target(
             granted, then, now, len(self.budgets), self._bytes_per_token()
         )
+        if (layer, row) not in self._carried and self.cache.layers[layer].slots <= target:
+            return none
+        (view,) = self._views(layer, row, query, scaling)
+        scores = self.method.score_step(view)
+        if scores is None:
+            return none
         excess = view.size - target
         if excess <= 0:
+            self._remember(layer, row, view.index, scores)
             return none
         tier = scores.tier if scores.tier is not None else torch.zeros(view.size, dtype=torch.int8)
         token = scores.token if scores.token.dim() == 1 else scores.token.mean(0)
@@ -285,9 +286,7 @@ class Eviction:
             )
         return views
 
-    def _queries(
-        self, queries: Tensor, row: int, heads: Sequence[int], kv_heads: int
-    ) -> Tensor:
+    def _queries(self, queries: Tensor, row: int, heads: Sequence[int], kv_heads: int) -> Tensor:
         group = queries.shape[1] // kv_heads
         mine = queries[row, heads[0] * group : (heads[-1] + 1) * group]
         if self.cache.progress.step_padded:
