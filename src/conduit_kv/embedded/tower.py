@@ -159,7 +159,7 @@ class ConduitCnnModel(PreTrainedModel):
     base_model_prefix = "conduit_cnn"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    _no_split_modules = ["_Block"]
+    _no_split_modules = ["_Block"]  # noqa: RUF012
 
     def __init__(self, config: ConduitCnnConfig) -> None:
         super().__init__(config)

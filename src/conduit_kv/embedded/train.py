@@ -21,10 +21,12 @@ import json
 import math
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +162,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: int = 320) -> Tensor:
     pieces = []
     count = max(1, round(length / block))
     bounds = [length * i // count for i in range(count + 1)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         rows = grouped[:, :, start:end].reshape(kv_heads, -1, width)
         mask = _causal(end - start, end, groups).expand(kv_heads, -1, -1)
         scores = torch.baddbmm(mask, rows, k[:, :end].transpose(1, 2), alpha=width**-0.5)
@@ -459,6 +461,7 @@ def export(learner: Learner, path: Path, metadata: dict[str, str]) -> None:
     }
     temporary = path.with_suffix(".part")
     save_file(tensors, str(temporary), {**metadata, "rank": str(RANK), "alpha": str(ALPHA)})
+    temporary.chmod(0o644)
     os.replace(temporary, path)
 
 
@@ -495,8 +498,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.save(learner.eyes.state_dict(), aligned)
 
     eyes, lora = list(learner.eyes.parameters()), list(learner.llama.lora.values())
+    # At the language model's rate the visual tokens lose what stage 1 taught them within a hundred
+    # steps: they all take on one large common direction, and nothing is read from them any more.
     optimizer = torch.optim.AdamW(
-        [{"params": eyes, "base": args.rate}, {"params": lora, "base": args.rate}],
+        [{"params": eyes, "base": 0.1 * args.rate}, {"params": lora, "base": args.rate}],
         lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True,
     )  # fmt: skip
     rng = random.Random(args.seed + 1)
@@ -538,12 +543,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         }  # fmt: skip
         export(learner, args.out / "adapter.safetensors", metadata)
 
+    stop: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda caught, frame: stop.append(caught))
     losses: list[float] = []
     for batch in _batches(learner, rng, progress, args.tokens):
         done = progress()
-        if done >= 1.0:
+        if done >= 1.0 or stop:
             break
-        factor = min(1.0, (step + 1) / 30) * max(0.0, 1 - done) + 0.01
+        factor = min(1.0, (step + 1) / 30) * min(1.0, (1 - done) / 0.45) + 0.01
         for group in optimizer.param_groups:
             group["lr"] = group["base"] * factor
         loss = learner.loss(batch)
@@ -566,6 +574,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             scores = {kind: round(learner.score(items), 3) for kind, items in tests.items()}
             log(stage="test", step=step, **scores)
     save()
+    if stop:
+        log(stage="stopped", step=step)
+        return
     scores = {kind: round(learner.score(items), 3) for kind, items in tests.items()}
     log(stage="end", step=step, **scores)
 

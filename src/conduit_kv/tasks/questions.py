@@ -10,12 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conduit_kv.tasks.scenes import GRID, Board, Picture, plural
+from conduit_kv.tasks.scenes import COLOURS, GRID, KINDS, Board, Picture, plural
 
 __all__ = [
     "LIST_QUESTION",
     "NOTHING",
     "QA",
+    "count_colours",
+    "count_kinds",
     "how_many_colour",
     "how_many_kind",
     "image_how_many",
@@ -25,6 +27,7 @@ __all__ = [
     "left_of",
     "list_all",
     "parse_list",
+    "places_all",
     "what",
     "where",
     "which_image",
@@ -88,6 +91,26 @@ def list_all(board: Board) -> QA:
         names = ", ".join(NOTHING if cell is None else cell.name for cell in cells)
         rows.append(f"row {row}: {names}")
     return QA("list", LIST_QUESTION, "; ".join(rows))
+
+
+def places_all(board: Board) -> QA:
+    """Every picture with its cell (training only: a label per picture and cell in few tokens)."""
+    answer = "; ".join(f"{picture.name}: {picture.place}" for picture in board.pictures)
+    return QA("places", "Where is everything?", answer)
+
+
+def count_colours(board: Board) -> QA:
+    """How many pictures there are of each colour (training only)."""
+    counts = {colour: sum(p.colour == colour for p in board.pictures) for colour in COLOURS}
+    answer = "; ".join(f"{colour}: {count}" for colour, count in counts.items() if count)
+    return QA("counts", "How many pictures of each colour are there?", answer)
+
+
+def count_kinds(board: Board) -> QA:
+    """How many pictures there are of each kind (training only)."""
+    counts = {kind: sum(p.kind == kind for p in board.pictures) for kind in KINDS}
+    answer = "; ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
+    return QA("counts", "How many pictures of each kind are there?", answer)
 
 
 def parse_list(text: str) -> dict[tuple[int, int], str]:

@@ -1,6 +1,6 @@
 """Boards: coloured pictures on a 4 x 4 grid, drawn from a seed.
 
-A scene is data first (:class:`Board`, a tuple of :class:`Picture`) and pixels second (:func:`draw`).
+A scene is data first (:class:`Board`, a tuple of :class:`Picture`), pixels second (:func:`draw`).
 Pictures are Font Awesome solid icons, drawn with Pillow from the font that the ``fontawesomefree``
 package carries. Everything follows from an explicit ``random.Random``; nothing else is random.
 
@@ -69,7 +69,7 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "brown": (122, 76, 40),
 }
 
-_PLURALS = {"bus": "buses", "fish": "fish", "leaf": "leaves"}
+_PLURALS = {"bus": "buses", "fish": "fish", "leaf": "leaves", "tooth": "teeth"}
 _HELD_OUT_SHARE = 1 / 8
 
 
