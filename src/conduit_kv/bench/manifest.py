@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -85,8 +86,12 @@ def weights_digest(vlm: VLM) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
 def code_digest() -> str:
-    """SHA-256 over the package's source files through which an answer passes."""
+    """SHA-256 over the package's source files through which an answer passes.
+
+    Taken once per process, near to when they were imported.
+    """
     root = Path(conduit_kv.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -20,7 +20,8 @@ from conduit_kv.tasks import Item, messages
 
 if TYPE_CHECKING:
     from conduit_kv.engine.report import Report
-    from conduit_kv.engine.vlm import VLM, State
+    from conduit_kv.engine.runner import State
+    from conduit_kv.engine.vlm import VLM
     from conduit_kv.plan import Plan
 
 __all__ = ["PROTOCOLS", "Outcome", "Prompt", "Seconds", "answer", "measure", "prompt_of"]

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from conduit_kv.engine.report import Report
+    from conduit_kv.engine.runner import Reply
     from conduit_kv.engine.sampling import Sampling
     from conduit_kv.engine.session import Session
-    from conduit_kv.engine.vlm import Reply
 
 
 @guarded

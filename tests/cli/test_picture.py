@@ -1,0 +1,121 @@
+"""What the picture shows, by its pixels."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conduit_kv.engine.vlm import VLM
+from conduit_kv.errors import InputError
+from conduit_kv.layout import Grid, Layout, View
+from conduit_kv.picture import Retention, draw_retention
+from tests.tiny import tiny_inputs, tiny_model
+
+
+def layout_of(*grids: Grid, text: int = 3) -> Layout:
+    layout = Layout.text_only(text)
+    for grid in grids:
+        layout = layout.extend(Layout.of(torch.ones(grid.tokens, dtype=torch.bool), [grid]))
+        layout = layout.extend(Layout.text_only(text))
+    return layout
+
+
+def retention(layers: int = 2, size: int = 4) -> Retention:
+    """The upper left quarter of the image is kept in all layers, and all text."""
+    layout = layout_of(Grid(1, size, size))
+    kept = layout.text | ((layout.row < size // 2) & (layout.column < size // 2))
+    held = np.repeat(kept.numpy()[None].astype(np.float32), layers, 0)
+    return Retention("tgv-kv:0.5", layout, held)
+
+
+def test_of_a_cache() -> None:
+    vlm = VLM(*tiny_model("llava"))
+    state = vlm.prefill(tiny_inputs("llava"), "ada-kv:0.5")
+    found = Retention.of(state.cache)
+    sequence = state.report.sequences[0]
+    assert found.plan == "ada-kv:0.5"
+    assert found.held.shape == (4, sequence.tokens)
+    assert found.kept() == pytest.approx(sequence.kept)
+    assert found.kept(0) == pytest.approx(sequence.kept_visual)
+    assert set(np.unique(found.held)) <= {0.0, 0.5, 1.0}
+
+
+def test_map() -> None:
+    share = retention().map(0)
+    assert share.shape == (4, 4)
+    assert (share[:2, :2] == 1).all()
+    assert share.sum() == 4
+
+
+def test_map_takes_the_frame_that_is_held_most() -> None:
+    """An overview of one token over tiles of four."""
+    grid = Grid(2, 2, 2, (View(0, 1, 1), View(1, 2, 2)))
+    layout = layout_of(grid, text=0)
+    held = np.zeros((1, 5), dtype=np.float32)
+    held[0, 2] = 1
+    assert Retention("x", layout, held).map(0).tolist() == [[0, 1], [0, 0]]
+    held[0, 0] = 1
+    assert (Retention("x", layout, held).map(0) == 1).all()
+
+
+def light(picture: Image.Image, x: int, y: int) -> int:
+    return sum(picture.convert("RGB").getpixel((x, y)))  # type: ignore[arg-type]
+
+
+def test_panels_are_dark_where_tokens_are_gone(tmp_path: Path) -> None:
+    path = draw_retention(retention(), [Image.new("RGB", (60, 60), "white")], tmp_path / "a.png")
+    with Image.open(path) as picture:
+        # The first panel begins at (24, 78) and is 150 pixels wide.
+        assert light(picture, 24 + 30, 78 + 30) == 3 * 255
+        for x, y in ((120, 30), (30, 120), (120, 120)):
+            assert light(picture, 24 + x, 78 + y) < 250
+
+
+def test_what_half_of_the_layers_keep_lies_between(tmp_path: Path) -> None:
+    kept = retention(layers=24)
+    kept.held[1::2, kept.layout.visual.numpy()] = 0
+    path = draw_retention(kept, [Image.new("RGB", (60, 60), "white")], tmp_path / "a.png")
+    with Image.open(path) as picture:
+        assert 250 < light(picture, 24 + 30, 78 + 30) < 700
+
+
+def test_several_images_and_several_plans(tmp_path: Path) -> None:
+    layout = layout_of(Grid(1, 4, 4), Grid(1, 2, 8))
+    held = np.ones((30, len(layout)), dtype=np.float32)
+    two = Retention("full", layout, held)
+    images = [Image.new("RGB", (60, 60), "red"), Image.new("L", (160, 40), 255)]
+    one = draw_retention(two, images, tmp_path / "one.png")
+    more = draw_retention([two, two], images, tmp_path / "more.webp")
+    with Image.open(one) as a, Image.open(more) as b:
+        assert a.width == b.width
+        assert b.height > 1.5 * a.height
+
+
+def test_missing_images_are_grey_and_long_sequences_fit(tmp_path: Path) -> None:
+    layout = layout_of(*[Grid(1, 16, 16)] * 8)
+    held = np.zeros((4, len(layout)), dtype=np.float32)
+    path = draw_retention(Retention("x", layout, held), [], tmp_path / "a.jpg")
+    with Image.open(path) as picture:
+        assert picture.width < 1200
+
+
+def test_centre_crop(tmp_path: Path) -> None:
+    """A model that sees the middle only: what it never saw is not drawn."""
+    wide = Image.new("RGB", (120, 40), "white")
+    wide.paste("blue", (0, 0, 40, 40))
+    kept = retention()
+    kept.held[:] = 1
+    path = draw_retention(kept, [wide], tmp_path / "a.png", center_crop=True)
+    with Image.open(path) as picture:
+        assert light(picture, 24 + 5, 78 + 75) == 3 * 255
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be written"):
+        draw_retention(retention(), [], tmp_path / "missing" / "a.png")
+    with pytest.raises(InputError, match="cannot be written"):
+        draw_retention(retention(), [], tmp_path / "a.nothing")
+    with pytest.raises(InputError, match="nothing to draw"):
+        draw_retention([], [], tmp_path / "a.png")
