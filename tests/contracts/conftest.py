@@ -15,10 +15,10 @@ def attention_path(monkeypatch, request):
     """Which path attends: ``sdpa`` in prefill and ``grouped`` in decoding, unless a test says."""
     wanted = getattr(request, "param", None)
 
-    def choose(query, keys, known):
+    def choose(query, keys, slots, known):
         if wanted is not None:
             return wanted
-        return "sdpa" if query.shape[2] == keys.shape[2] else "grouped"
+        return "sdpa" if query.shape[2] == slots else "grouped"
 
     monkeypatch.setattr(paths, "choose", choose)
     return wanted
