@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from conduit_kv.engine.compress import Run, compress
     from conduit_kv.engine.load import load
     from conduit_kv.engine.report import Report
+    from conduit_kv.engine.runner import Reply
     from conduit_kv.engine.sampling import Sampling
-    from conduit_kv.engine.vlm import VLM, Reply, SelfTest, Session
+    from conduit_kv.engine.selftest import SelfTest
+    from conduit_kv.engine.session import Session
+    from conduit_kv.engine.vlm import VLM
     from conduit_kv.errors import ConduitError, InputError, ModelError, PlanError
     from conduit_kv.plan import Plan
 
@@ -31,12 +34,12 @@ _WHERE = {
     "ModelError": "errors",
     "Plan": "plan",
     "PlanError": "errors",
-    "Reply": "engine.vlm",
+    "Reply": "engine.runner",
     "Report": "engine.report",
     "Run": "engine.compress",
     "Sampling": "engine.sampling",
-    "SelfTest": "engine.vlm",
-    "Session": "engine.vlm",
+    "SelfTest": "engine.selftest",
+    "Session": "engine.session",
     "VLM": "engine.vlm",
     "compress": "engine.compress",
     "load": "engine.load",

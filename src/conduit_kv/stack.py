@@ -69,8 +69,10 @@ def run_stack(
     deciding = evict and columns > 1 and cache.scores_turns
     decoding = columns == 1 and cache.scores_steps
     step = Step(cache, keep_queries=deciding or decoding)
+    if columns > 1:
+        cache.take_in(embeddings)
     if deciding:
-        cache.begin(embeddings)
+        cache.begin()
     rotary: tuple[Tensor, Tensor] = text_model.rotary_emb(hidden, position_ids)  # type: ignore
     states = [hidden] if output_hidden_states else []
     whole = progress.step_tokens

@@ -131,10 +131,10 @@ class LayerView:
         most = max(1, _BLOCK_FLOATS // (self.heads * self.size))
         for block in _runs(rows, most, self.size):
             first, stop = int(block.min()), int(block.max()) + 1
-            query = self.queries(block).reshape(self.kv_heads, group * len(block), -1)
-            keys = self.keys[:, :stop].transpose(1, 2)
+            query = self.queries(block).float().reshape(self.kv_heads, group * len(block), -1)
+            keys = self._keys_fp32[:, :stop].transpose(1, 2)
             nothing = query.new_empty((1, 1, 1))
-            logits = torch.baddbmm(nothing, query, keys, beta=0, alpha=self.scaling).float()
+            logits = torch.baddbmm(nothing, query, keys, beta=0, alpha=self.scaling)
             logits = logits.view(self.heads, len(block), stop)
             hidden = torch.arange(first + 1, stop) > block[:, None]
             logits[..., first + 1 :].masked_fill_(hidden.to(logits.device), float("-inf"))
@@ -155,7 +155,8 @@ class LayerView:
 
     def group_mean(self, per_head: Tensor) -> Tensor:
         """Average the query heads of each KV head: ``[H, ...]`` to ``[G, ...]``."""
-        mean: Tensor = per_head.reshape(self.kv_heads, -1, *per_head.shape[1:]).mean(1)
+        group = len(per_head) // self.kv_heads
+        mean: Tensor = per_head.reshape(self.kv_heads, group, *per_head.shape[1:]).mean(1)
         return mean
 
     def column_sums(self, rows: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """A request's KV cache: layers of segments, with which tokens they hold."""
 
-from conduit_kv.cache.cache import Progress, VisualCache
+from conduit_kv.cache.cache import VisualCache
 from conduit_kv.cache.layer import Kept, VisualLayer
+from conduit_kv.cache.progress import Progress
 from conduit_kv.cache.segments import DenseSegment, RaggedSegment, Segment
 
 __all__ = [

@@ -14,10 +14,25 @@ from conduit_kv.cache.segments import DenseSegment, RaggedSegment, Segment
 from conduit_kv.errors import PlanError
 
 if TYPE_CHECKING:
-    from conduit_kv.cache.cache import Progress
+    from conduit_kv.cache.progress import Progress
 
 Kept = Sequence[Sequence[Tensor]]
 """Per sequence, per KV head (or one for all heads): ``[n]`` int64 tokens, ascending."""
+
+
+def crop_count(tokens_to_remove: int) -> int:
+    """How many tokens ``crop`` takes back: Transformers counts them as a negative number.
+
+    Raises
+    ------
+    PlanError
+        If the number is positive: older releases meant the length that is left.
+    """
+    if tokens_to_remove > 0:
+        raise PlanError(
+            f"crop({tokens_to_remove}): write crop(-n) to take back the last n tokens"
+        )
+    return -int(tokens_to_remove)
 
 
 class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -82,14 +97,20 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         self.select_rows(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every sequence.
+        """Forget the last ``-tokens_to_remove`` tokens of every sequence.
 
         Raises
         ------
         PlanError
             If some of them were evicted: their neighbours cannot be told apart from them any more.
         """
-        count = abs(int(tokens_to_remove))
+        count = crop_count(tokens_to_remove)
+        self.check_crop(count)
+        if count and self.tail is not None:
+            self.tail.crop(count)
+
+    def check_crop(self, count: int) -> None:
+        """Raise PlanError if the last ``count`` tokens cannot be taken back."""
         if count == 0 or self.tail is None:
             return
         if self.tail.length < count or not self._tail_is_last(count):
@@ -97,7 +118,6 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"cannot take back {count} tokens: eviction has acted on them. Take back fewer, or "
                 "decode under a plan that evicts nothing"
             )
-        self.tail.crop(count)
 
     # -- what a request's other parts use -----------------------------------------------------
 
@@ -119,6 +139,14 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def kv_heads(self) -> int:
         return 0 if self.tail is None else int(self.tail.keys.shape[1])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token, all KV heads together; 0 before the first token."""
+        if self.tail is None:
+            return 0
+        tensors = (self.tail.keys, self.tail.values)
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in tensors)
 
     def _tail_is_last(self, count: int) -> bool:
         tail: DenseSegment = self.tail  # type: ignore[assignment]
@@ -155,7 +183,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             [segment.read(row, head) for segment in self.segments if segment.slots]
             for head in heads
         ]
-        if len(pairs[0]) == 1 and isinstance(self.tail, DenseSegment) and not self.tail.holes:
+        if not self.frozen and self.tail is not None and not self.tail.holes:
             keys, values = self.tail.keys[row], self.tail.values[row]
             if len(heads) != self.kv_heads:
                 keys, values = keys[list(heads)], values[list(heads)]

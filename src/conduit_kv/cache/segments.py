@@ -194,12 +194,12 @@ class DenseSegment(Segment):
         self.length = last
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
-        for kind, whole, used in (
-            ("keys", self._keys, self.keys),
-            ("values", self._values, self.values),
-            ("index", self._index, self.index),
-        ):
-            yield kind, whole, used.numel() * used.element_size()
+        index = self.index
+        tokens = int((index >= 0).sum()) if self.holes else index.numel()
+        for kind, tensor in (("keys", self._keys), ("values", self._values)):
+            of_a_token = tensor.shape[1] // index.shape[1] * tensor.shape[3]
+            yield kind, tensor, tokens * of_a_token * tensor.element_size()
+        yield "index", self._index, index.numel() * index.element_size()
 
     def copy(self) -> DenseSegment:
         """The same tokens in buffers of its own."""

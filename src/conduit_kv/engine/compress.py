@@ -128,7 +128,7 @@ class Run:
             output = original(**kwargs)
         except BaseException:
             for member, state in zip(members, before, strict=True):
-                member.roll_back(state, columns=ids.shape[1])
+                member.roll_back(state)
             raise
         finally:
             if hasattr(inner, "rope_deltas"):
@@ -243,7 +243,7 @@ class Run:
         expected = cache.progress.seen + columns
         if mask.shape[1] not in (columns, expected):
             raise InputError(
-                f"attention_mask has {mask.shape[1]} columns; the cache and the call have {expected}"
+                f"attention_mask has {mask.shape[1]} columns; cache and call have {expected}"
             )
         valid = mask[:, -columns:].bool().cpu()
         if not bool(valid.any(1).all()):

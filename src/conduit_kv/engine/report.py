@@ -109,7 +109,7 @@ class Report:
         used, allocated = cache.bytes_in_use(), cache.bytes_allocated()
         kv = used.get("keys", 0) + used.get("values", 0)
         sequences = tuple(_sequence(cache, row) for row in range(cache.progress.batch))
-        per_token = sum(_bytes_per_token(layer) for layer in cache)
+        per_token = sum(layer.bytes_per_token for layer in cache)
         notes = list(cache.eviction.notes)
         left_alone = [layer for layer in range(len(cache)) if cache.layers[layer].kind != "full"]
         if left_alone and cache.eviction.active:
@@ -181,15 +181,6 @@ def _sequence(cache: RequestCache, row: int) -> SequenceReport:
         layers.append(LayerReport(number, layer.kind, total, total - sum(images), images, slots))
     visual = layout.counts()
     return SequenceReport(len(layout), len(layout) - sum(visual), tuple(visual), tuple(layers))
-
-
-def _bytes_per_token(layer: Any) -> int:
-    if layer.tail is None:
-        return 0
-    keys, values = layer.tail.keys, layer.tail.values
-    return int(keys.shape[1]) * (
-        keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size()
-    )
 
 
 def _percent(part: float, whole: float) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache
 
 from conduit_kv.cache import VisualCache
+from conduit_kv.cache.layer import crop_count
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
@@ -39,6 +40,7 @@ class RequestCache(VisualCache):
         self.plan = plan
         self.eviction = Eviction(plan.evict or Full(), self)
         self.watchers: list[Eviction] = []
+        self._moved = False
         self._broken = False
 
     @property
@@ -59,11 +61,17 @@ class RequestCache(VisualCache):
         scores = type(self.eviction.method).score_step is not EvictMethod.score_step
         return scores and self.eviction.active and bool(self.eviction.budgets)
 
-    def begin(self, embeddings: Tensor) -> None:
-        """Before the first layer of a prefill or turn: ``[B, n, hidden]``."""
+    def take_in(self, embeddings: Tensor) -> None:
+        """Before the first layer of a step that may bring images: ``[B, n, hidden]``."""
         for eviction in (self.eviction, *self.watchers):
             if eviction.active:
-                eviction.begin(embeddings)
+                eviction.take_in(embeddings)
+
+    def begin(self) -> None:
+        """Before the first layer of a prefill or turn."""
+        for eviction in (self.eviction, *self.watchers):
+            if eviction.active:
+                eviction.begin()
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         """After a layer of a prefill or turn: ``[B, H, n, d]``."""
@@ -78,6 +86,7 @@ class RequestCache(VisualCache):
 
     def step(self, layer: int, query: Tensor, scaling: float) -> None:
         """After a layer of a decoding step: ``[B, H, 1, d]``."""
+        self._moved = True
         self.eviction.step(layer, query, scaling)
 
     # -- forks, and coming back from an error ------------------------------------------------
@@ -107,21 +116,45 @@ class RequestCache(VisualCache):
 
     def snapshot(self) -> Any:
         """What :meth:`roll_back` needs to undo a step that fails."""
-        return self.progress.copy(), [layer.snapshot() for layer in self]
+        self._moved = False
+        evictions = [(each, each.fork(self)) for each in (self.eviction, *self.watchers)]
+        return self.progress.copy(), [layer.snapshot() for layer in self], evictions
 
-    def roll_back(self, before: Any, *, columns: int) -> None:
-        """Undo a failed step of ``columns`` columns."""
-        progress, layers = before
+    def roll_back(self, before: Any) -> None:
+        """Undo a failed step."""
+        progress, layers, evictions = before
         self.progress.__dict__.update(progress.__dict__)
         for layer, state in zip(self.layers, layers, strict=True):
             layer.restore(state)
+        for eviction, old in evictions:
+            eviction.__dict__.update(old.__dict__)
         # A decoding step under eviction moves slots in place, which cannot be undone.
-        self._broken = columns == 1 and self.scores_steps
+        self._broken = self._broken or self._moved
 
     def check_usable(self) -> None:
         """Raise InputError if an error has left the cache undefined."""
         if self._broken:
             raise InputError("a decoding step failed on this cache: start from a new prefill")
+
+    @property
+    def is_croppable(self) -> bool:
+        """Assisted decoding takes guessed tokens back; eviction would have listened to them."""
+        return not self.eviction.active
+
+    def crop(self, tokens_to_remove: int) -> None:
+        left = self.progress.seen - crop_count(tokens_to_remove)
+        if left < min(self.eviction.decided_at, self.progress.seen):
+            raise PlanError(
+                f"cannot take back {-tokens_to_remove} tokens: {self.plan} chose what to keep by "
+                "them. Take back fewer; assisted decoding needs a plan that evicts nothing"
+            )
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.eviction = Eviction(self.eviction.method, self)
+        self.watchers = []
+        self._moved = self._broken = False
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
@@ -162,11 +195,16 @@ class JoinedCache(Cache):  # type: ignore[misc]
         """Whether some member scores decoded tokens."""
         return any(member.scores_steps for member in self.members)
 
-    def begin(self, embeddings: Tensor) -> None:
-        """Before the first layer of a turn: ``[P, n, hidden]``, a row per member."""
+    def take_in(self, embeddings: Tensor) -> None:
+        """Before the first layer of a step of several tokens: ``[P, n, hidden]``."""
         for row, member in enumerate(self.members):
+            member.take_in(embeddings[row : row + 1])
+
+    def begin(self) -> None:
+        """Before the first layer of a turn."""
+        for member in self.members:
             if member.scores_turns:
-                member.begin(embeddings[row : row + 1])
+                member.begin()
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         """After a layer of a turn: ``[P, H, n, d]``, a row per member."""
@@ -187,7 +225,7 @@ class JoinedCache(Cache):  # type: ignore[misc]
                 member.step(layer, query[row : row + 1], scaling)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(member.get_seq_length(layer_idx) for member in self.members)
+        return max(member.progress.seen for member in self.members)
 
 
 class _JoinedProgress:

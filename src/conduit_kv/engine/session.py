@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
 from conduit_kv.engine.report import Report
+from conduit_kv.engine.runner import Reply, Runner, State
 from conduit_kv.engine.sampling import Sampling, TextStream
 from conduit_kv.errors import InputError
 from conduit_kv.images import ImageLike
 from conduit_kv.plan import Plan
-
-if TYPE_CHECKING:
-    from conduit_kv.engine.vlm import VLM, Reply, State
 
 _MARK = "\u241e\u241e"
 """Stands for an answer when a template is asked what follows one."""
@@ -29,12 +27,12 @@ class Session:
 
     Parameters
     ----------
-    vlm : VLM
+    vlm : Runner
     plan : Plan
     prefill_chunk : int or None
     """
 
-    def __init__(self, vlm: VLM, plan: Plan, prefill_chunk: int | None = None) -> None:
+    def __init__(self, vlm: Runner, plan: Plan, prefill_chunk: int | None = None) -> None:
         self.vlm = vlm
         self.plan = plan
         self.state: State | None = None
@@ -73,8 +71,7 @@ class Session:
             try:
                 next(stream)
             except StopIteration as end:
-                reply: Reply = end.value
-                return reply
+                return end.value  # type: ignore[no-any-return]
 
     def stream(
         self,
@@ -84,13 +81,11 @@ class Session:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, Reply]:
         """Like :meth:`ask`, but gives the answer's text piece by piece.
 
         The generator's return value is the :class:`Reply`.
         """
-        from conduit_kv.engine.vlm import Reply
-
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}: ask for at least one")
         if not question.strip() and not images:
@@ -102,7 +97,7 @@ class Session:
                 {"type": "text", "text": question},
             ],
         }
-        inputs = self.vlm.process(self._turn_text(message), images)
+        inputs = self.vlm.process(self._turn_text(message), images, first=self.state is None)
         if self._pending:
             inputs = self._with_pending(inputs)
         seen = len(self.state.ids) if self.state else 0

@@ -2,79 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from conduit_kv.engine.compress import Run, unwrap, wrapped
-from conduit_kv.engine.report import Report
-from conduit_kv.engine.request import JoinedCache, RequestCache
+from conduit_kv.engine.runner import Reply, Runner
 from conduit_kv.engine.sampling import Sampling
-from conduit_kv.errors import InputError, ModelError, PlanError
-from conduit_kv.families import family_of
-from conduit_kv.images import ImageLike, read_image
+from conduit_kv.engine.selftest import SelfTest, run_selftest
+from conduit_kv.engine.session import Session
+from conduit_kv.images import ImageLike
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
-from conduit_kv.stages.evict import Eviction
-
-Message = Mapping[str, Any]
-"""``{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}``."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An answer.
-
-    Attributes
-    ----------
-    text : str
-    tokens : tuple of int
-    finish : str
-        ``"stop"`` (end of turn or a stop string) or ``"length"``.
-    report : Report
-        What was really done.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish: str
-    report: Report
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass
-class State:
-    """A request between two steps.
-
-    Attributes
-    ----------
-    cache : RequestCache
-    logits : Tensor
-        ``[1, V]``, of the newest token.
-    ids : list of int
-        Tokens that the cache has seen.
-    seconds : dict
-        Of the newest prefill or turn: ``encode``, ``first_token``.
-    """
-
-    cache: RequestCache
-    logits: Tensor
-    ids: list[int] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def report(self) -> Report:
-        """What was really done to the request."""
-        return Report.of(self.cache, self.seconds)
-
-
-class VLM:
+class VLM(Runner):
     """A vision-language model with its processor.
 
     Parameters
@@ -86,19 +25,6 @@ class VLM:
     name : str
         As shown in reports.
     """
-
-    def __init__(self, model: PreTrainedModel, processor: Any, name: str = "") -> None:
-        self.model = unwrap(model)
-        self.family = family_of(self.model)
-        self.processor = processor
-        self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.name = name or getattr(self.model.config, "name_or_path", "") or self.family.name
-        self.model.eval()
-
-    def __repr__(self) -> str:
-        return f"VLM({self.name!r}, family={self.family.name!r})"
-
-    # -- what most people use ----------------------------------------------------------------
 
     def ask(
         self,
@@ -140,211 +66,8 @@ class VLM:
         self, plan: Plan | Method | str | None = None, *, prefill_chunk: int | None = None
     ) -> Session:
         """A conversation under one plan; images may come at any turn."""
-        from conduit_kv.engine.session import Session
-
         return Session(self, Plan.of(plan), prefill_chunk)
 
     def selftest(self) -> SelfTest:
         """Check on this very model that the plain path is plain Transformers, in seconds."""
-        from conduit_kv.engine.selftest import run_selftest
-
         return run_selftest(self)
-
-    # -- building blocks ---------------------------------------------------------------------
-
-    def render(self, messages: Sequence[Message], *, answer_next: bool = True) -> str:
-        """The prompt's text, with the family's placeholders for images.
-
-        Raises
-        ------
-        ModelError
-            If the processor has no chat template.
-        """
-        if not (getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template):
-            raise ModelError(
-                f"{self.name} has no chat template: set processor.chat_template to the one of its "
-                "model card"
-            )
-        return str(
-            self.processor.apply_chat_template(
-                list(messages), add_generation_prompt=answer_next, tokenize=False
-            )
-        )
-
-    def process(self, text: str, images: Sequence[ImageLike] = ()) -> dict[str, Any]:
-        """The model's inputs for one prompt, on the model's device.
-
-        Parameters
-        ----------
-        text : str
-            From :meth:`render`, or a later part of a conversation.
-        images : sequence of path, bytes or PIL image
-            As many as ``text`` has placeholders.
-
-        Raises
-        ------
-        InputError
-            If an image cannot be read, or their number and that of the placeholders differ.
-        """
-        pictures = [read_image(image) for image in images]
-        arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
-        if pictures:
-            arguments["images"] = [pictures] if self.family.nested_images else pictures
-        try:
-            inputs = self.processor(**arguments, add_special_tokens=False)
-        except (ValueError, IndexError, StopIteration) as error:
-            raise InputError(
-                f"the processor refused {len(pictures)} image(s) for this prompt: {error}"
-            ) from error
-        except ImportError as error:
-            raise ModelError(f"the processor of {self.name} needs a package: {error}") from None
-        return {
-            name: value.to(self.model.device) if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-        }
-
-    def check_length(self, tokens: int, new: int = 0) -> None:
-        """Raise InputError if so many tokens do not fit the model's positions."""
-        config = self.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is not None and tokens + new > limit:
-            raise InputError(
-                f"the prompt is too long: {tokens} tokens and {new} to answer, but {self.name} has "
-                f"{limit} positions; use fewer images or a shorter text"
-            )
-
-    @torch.inference_mode()
-    def prefill(
-        self,
-        inputs: Mapping[str, Any],
-        plan: Plan | Method | str | None = None,
-        *,
-        chunk: int | None = None,
-        evict: bool = True,
-        watch: Sequence[Plan] = (),
-    ) -> State:
-        """Run a prompt and compress its cache.
-
-        Parameters
-        ----------
-        inputs : mapping
-            From :meth:`process`.
-        evict : bool
-            False leaves the evict stage out of this step.
-        watch : sequence of Plan
-            Plans whose evict methods score this prefill too, for :meth:`forks`.
-        """
-        run = Run(self.model, self.family, Plan.of(plan), chunk, evict)
-        cache = run.new_cache()
-        cache.watchers = [Eviction(other.evict, cache) for other in watch]
-        return self._run(run, cache, inputs, [])
-
-    @torch.inference_mode()
-    def extend(
-        self,
-        state: State,
-        inputs: Mapping[str, Any],
-        *,
-        chunk: int | None = None,
-        evict: bool = True,
-    ) -> State:
-        """Run further tokens, with or without images, on a request's cache, which it changes."""
-        run = Run(self.model, self.family, state.cache.plan, chunk, evict)
-        return self._run(run, state.cache, inputs, state.ids)
-
-    def _run(
-        self, run: Run, cache: RequestCache, inputs: Mapping[str, Any], seen: list[int]
-    ) -> State:
-        import time
-
-        ids = inputs["input_ids"]
-        self.check_length(len(seen) + ids.shape[1])
-        arguments = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        start = time.perf_counter()
-        with wrapped(run):
-            output = self.model(
-                **arguments, **{_cache_argument(self.model): cache}, logits_to_keep=1
-            )
-        total = time.perf_counter() - start
-        seconds = {"encode": run.seconds.get("encode", 0.0), "first_token": total}
-        return State(cache, output.logits[:, -1], [*seen, *ids[0].tolist()], seconds)
-
-    def forks(self, state: State, plans: Sequence[Plan]) -> list[State]:
-        """One state per plan watched in :meth:`prefill`: the prompt's cache under that plan."""
-        watchers = state.cache.watchers
-        if len(plans) != len(watchers):
-            raise PlanError("fork into the plans that the prefill watched, all of them")
-        state.cache.watchers = []
-        return [
-            State(
-                state.cache.fork(plan, watcher), state.logits, list(state.ids), dict(state.seconds)
-            )
-            for plan, watcher in zip(plans, watchers, strict=True)
-        ]
-
-    @torch.inference_mode()
-    def extend_together(self, states: Sequence[State], ids: Tensor, *, evict: bool = True) -> None:
-        """Run further text tokens on several requests' caches, which it changes, as one batch.
-
-        Parameters
-        ----------
-        states : sequence of State
-            Under the same or different plans.
-        ids : Tensor
-            ``[P, n]`` int64, a row per request.
-        evict : bool
-            False leaves the evict stage out of this step.
-        """
-        self.check_length(max(len(state.ids) for state in states) + ids.shape[1])
-        run = Run(self.model, self.family, states[0].cache.plan, evict=evict)
-        cache = (
-            states[0].cache if len(states) == 1 else JoinedCache([state.cache for state in states])
-        )
-        name = _cache_argument(self.model)
-        with wrapped(run):
-            output = self.model(
-                input_ids=ids.to(self.model.device), logits_to_keep=1, **{name: cache}
-            )
-        for row, (state, tokens) in enumerate(zip(states, ids.tolist(), strict=True)):
-            state.logits = output.logits[row : row + 1, -1]
-            state.ids.extend(tokens)
-
-    def step(self, states: Sequence[State], tokens: Sequence[int]) -> None:
-        """Run one token on each of several requests, which may have different plans."""
-        self.extend_together(states, torch.tensor(tokens)[:, None])
-
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        config = self.model.generation_config
-        ends = config.eos_token_id if config is not None else None
-        if ends is None:
-            ends = self.tokenizer.eos_token_id
-        return frozenset([ends] if isinstance(ends, int) else ends or [])
-
-    def decode_together(self, states: Sequence[State], max_new_tokens: int) -> list[list[int]]:
-        """Answer several requests greedily as one batch; gives their new tokens."""
-        ends = self.end_tokens()
-        answers: list[list[int]] = [[] for _ in states]
-        open_rows = list(range(len(states)))
-        for _ in range(max_new_tokens):
-            chosen = {row: int(states[row].logits.argmax(-1)) for row in open_rows}
-            open_rows = [row for row in open_rows if chosen[row] not in ends]
-            for row in open_rows:
-                answers[row].append(chosen[row])
-            open_rows = [row for row in open_rows if len(answers[row]) < max_new_tokens]
-            if not open_rows:
-                break
-            self.step([states[row] for row in open_rows], [chosen[row] for row in open_rows])
-        return answers
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    from conduit_kv.compat import cache_name
-
-    return cache_name(type(model))
-
-
-from conduit_kv.engine.selftest import SelfTest  # noqa: E402
-from conduit_kv.engine.session import Session  # noqa: E402
-
-__all__ = ["VLM", "Iterator", "Reply", "SelfTest", "Session", "State"]

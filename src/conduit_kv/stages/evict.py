@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Eviction:
         budget was last solved.
     notes : list of str
         What could not be done, and why.
+    decided_at : int
+        Columns seen when tokens were last chosen; the tokens before cannot be taken back.
     """
 
     method: EvictMethod
@@ -41,6 +44,7 @@ class Eviction:
     unrotate: Callable[[Tensor, Tensor], Tensor] | None = None
     budgets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    decided_at: int = 0
     _scored: dict[int, list[Groups]] = field(default_factory=dict)
     _carried: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _features: list[Tensor] = field(default_factory=list)
@@ -51,15 +55,22 @@ class Eviction:
         """Whether anything is to be scored at all."""
         return not self.method.is_identity
 
-    def begin(self, embeddings: Tensor) -> None:
-        """Before the first layer of a prefill or turn: ``[B, n, hidden]``, input embeddings."""
-        self._scored, self._covers = {}, {}
+    def take_in(self, embeddings: Tensor) -> None:
+        """Input embeddings ``[B, n, hidden]`` of a step that may bring images."""
         if not self.method.cover or self.method.cover_by != "features":
             return
-        tokens = self.cache.progress.step_tokens
-        fresh = [embeddings[row][tokens[row] >= 0] for row in range(len(tokens))]
+        progress = self.cache.progress
+        fresh = []
+        for row, layout in enumerate(progress.layouts):
+            real = progress.step_tokens[row] >= 0
+            new = layout.visual[len(layout) - int(real.sum()) :].to(embeddings.device)
+            fresh.append(embeddings[row][real.to(embeddings.device)][new])
         old = self._features or [part[:0] for part in fresh]
         self._features = [torch.cat(pair) for pair in zip(old, fresh, strict=True)]
+
+    def begin(self) -> None:
+        """Before the first layer of a prefill or turn."""
+        self._scored, self._covers = {}, {}
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         """Score one layer that has just run the step's tokens.
@@ -96,7 +107,8 @@ class Eviction:
             self._finish_row(row, layers, granted, changed)
         for layer in layers:
             self.cache.layers[layer].keep(granted[layer], changed[layer] or None)
-        self._scored = {}
+        self._scored, self._covers = {}, {}
+        self.decided_at = self.cache.progress.seen
 
     def _finish_row(
         self,
@@ -189,6 +201,7 @@ class Eviction:
         scores = self.method.score_step(view)
         if scores is None:
             return none
+        self.decided_at = self.cache.progress.seen
         excess = view.size - target
         if excess <= 0:
             self._remember(layer, row, view.index, scores)
@@ -244,12 +257,7 @@ class Eviction:
             self._features = [self._features[row] for row in rows]
 
     def _bytes_per_token(self) -> float:
-        layer = next(layer for layer in self.cache if layer.kind == "full")
-        keys, values = layer.tail.keys, layer.tail.values
-        return float(
-            keys.element_size() * keys.shape[1] * keys.shape[3]
-            + values.element_size() * values.shape[1] * values.shape[3]
-        )
+        return next(layer.bytes_per_token for layer in self.cache if layer.kind == "full")
 
     def _views(
         self, layer: int, row: int, queries: Tensor | None, scaling: float
@@ -280,7 +288,7 @@ class Eviction:
                     step_queries=mine,
                     scaling=scaling,
                     carried=carried,
-                    cover_rank=lambda by, tokens=tokens: self._cover(row, by, tokens),
+                    cover_rank=partial(self._cover, row, tokens),
                     unrotate=self.unrotate,
                 )
             )
@@ -293,10 +301,14 @@ class Eviction:
             mine = mine[:, (self.cache.progress.step_tokens[row] >= 0).to(mine.device)]
         return mine
 
-    def _cover(self, row: int, by: str, tokens: Tensor) -> Tensor:
+    def _cover(self, row: int, tokens: Tensor, by: str) -> Tensor:
         if (row, by) not in self._covers:
             layout = self.cache.progress.layouts[row]
-            features = self._features[row] if by == "features" else None
+            features = None
+            if by == "features":
+                visual = self._features[row]
+                features = visual.new_zeros((len(layout), visual.shape[1]))
+                features[layout.visual.to(visual.device)] = visual
             self._covers[row, by] = cover_ranks(layout, features)
         return self._covers[row, by][tokens]
 
