@@ -26,12 +26,14 @@ oracle: $(ENVS)/oracle/ready $(ENVS)/test/ready  ## kept indices against kvpress
 	$(ENVS)/test/bin/python -m pytest tests/oracle --kvpress $(ENVS)/oracle/indices.json
 
 speed: $(ENVS)/demo/ready  ## prefill and decoding against plain Transformers, in one run
-	$(ENVS)/demo/bin/python benchmarks/speed.py --json out/speed.json
+	$(ENVS)/demo/bin/python benchmarks/speed.py --json benchmarks/results/speed.json
+	$(ENVS)/demo/bin/python benchmarks/tables.py
 
 bench: speed usage  ## every figure of the README
 
 usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hours)
-	$(ENVS)/demo/bin/python benchmarks/usage.py --json out/usage.json
+	$(ENVS)/demo/bin/python benchmarks/usage.py --json benchmarks/results/usage.json
+	$(ENVS)/demo/bin/python benchmarks/tables.py
 
 support-matrix: test test-5.19  ## write the README's table of what was tested
 	$(ENVS)/test/bin/python -m tests.support_matrix
