@@ -107,9 +107,9 @@ def every_plan(found: dict[str, Any]) -> str:
     parts = [
         "# Every evict method on every task",
         "",
-        "Written by `python benchmarks/tables.py` from benchmarks/results/usage.json. Accuracy with "
-        "Wilson's 95 % interval; the difference to the full cache on the same items with its paired "
-        "bootstrap interval; the share of answers equal to the full cache's.",
+        "Written by `python benchmarks/tables.py` from benchmarks/results/usage.json. Accuracy "
+        "with Wilson's 95 % interval; the difference to the full cache on the same items with its "
+        "paired bootstrap interval; the share of answers equal to the full cache's.",
         "",
     ]
     for name, text in found["manifest"].get("protocols", {}).items():

@@ -30,10 +30,14 @@ OTHERS = (
     "prefixkv",
     "aircache",
 )
-VARIANTS = ("tgv-kv:{}(of=visual, rows=last)", "tgv-kv:{}(of=visual, rows=all)") + tuple(
-    f"{method}:{{}}(of=visual, cover={cover})"
-    for method in ("tgv-kv", "snapkv")
-    for cover in (0.25, 0.5, 0.75)
+VARIANTS = (
+    "tgv-kv:{}(of=visual, rows=last)",
+    "tgv-kv:{}(of=visual, rows=all)",
+    *tuple(
+        f"{method}:{{}}(of=visual, cover={cover})"
+        for method in ("tgv-kv", "snapkv")
+        for cover in (0.25, 0.5, 0.75)
+    ),
 )
 TASKS = (
     "board",
