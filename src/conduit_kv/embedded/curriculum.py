@@ -25,9 +25,9 @@ __all__ = ["DATA_VERSION", "Sample", "Turn", "draw_sample", "single_question"]
 DATA_VERSION = 1
 
 # The list, in which every cell is a label, is what teaches the model to look: it must not weigh
-# less than the rest. Counting is learned slowest, and only when the model sees; more of it before that
-# is noise that holds the rest up (tried: weight 2 from the start left every other question at
-# chance after 120 steps).
+# less than the rest. Counting is learned slowest, and only once the model sees; more of it before
+# is noise that holds the rest up (tried: at weight 2 from the start every other question was still
+# at chance after 120 steps).
 _EARLY = 0.45
 
 
