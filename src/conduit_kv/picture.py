@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -150,12 +150,15 @@ def draw_retention(
 
 
 def _retentions(source: Retention | RequestCache | Sequence[Retention]) -> list[Retention]:
+    from conduit_kv.engine.request import RequestCache
+
+    found: list[Retention]
     if isinstance(source, Retention):
         found = [source]
-    elif isinstance(source, Sequence):
-        found = list(source)
-    else:
+    elif isinstance(source, RequestCache):
         found = [Retention.of(source)]
+    else:
+        found = list(cast("Sequence[Retention]", source))
     if not found or any(not each.held.size for each in found):
         raise InputError("nothing to draw: no prompt has been run")
     return found
@@ -305,7 +308,8 @@ def _colours(share: np.ndarray) -> np.ndarray:
     place = share * (len(_RAMP) - 1)
     low = np.minimum(place.astype(int), len(_RAMP) - 2)
     rest = (place - low)[..., None]
-    return (_RAMP[low] * (1 - rest) + _RAMP[low + 1] * rest).round().astype(np.uint8)
+    colours: np.ndarray = _RAMP[low] * (1 - rest) + _RAMP[low + 1] * rest
+    return colours.round().astype(np.uint8)
 
 
 def _ticks(layers: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from conduit_kv.engine.runner import Reply
     from conduit_kv.engine.sampling import Sampling
     from conduit_kv.engine.session import Session
+    from conduit_kv.images import ImageLike
 
 
 @guarded
@@ -129,7 +131,7 @@ def _text(question: str) -> dict[str, str]:
 def _answer(
     session: Session,
     question: str,
-    pictures: list[object],
+    pictures: Sequence[ImageLike],
     max_new_tokens: int,
     sampling: Sampling,
     stop: list[str],
@@ -138,7 +140,7 @@ def _answer(
 ) -> Reply:
     pieces = session.stream(
         question,
-        pictures,  # type: ignore[arg-type]
+        pictures,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop=stop,

@@ -123,6 +123,7 @@ def bench(
     out = console()
     for table in _tables(results["rows"]):
         out.print(table)
+    out.print("vs full: ↑ above, ↓ below (95 %), = both within a point of it, · not separated")
     if json is not None:
         typer.echo(f"{len(results['rows'])} rows in {json}")
 
@@ -153,6 +154,7 @@ def _progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def _tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     parts: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
@@ -162,10 +164,10 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
         title = f"{task}, {mine[0]['protocol']}, n = {mine[0]['n']}"
         if control:
             title += f", control: {control}"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("plan", overflow="fold")
         for column in ("accuracy (95 %)", "vs full", "agree", "kept", "K/V", "first", "per token"):
-            table.add_column(column, justify="right")
+            table.add_column(column, justify="right", no_wrap=True)
         for row in mine:
             table.add_row(*_cells(row))
         yield table
