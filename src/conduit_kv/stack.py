@@ -93,9 +93,9 @@ def run_stack(
                 parts.append(output[0] if isinstance(output, tuple) else output)
             progress.step_tokens = whole
             hidden = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            hidden = family.after_layer(text_model, number, hidden, features)
             if output_hidden_states:
-                states.append(hidden)
+                states.append(hidden)  # as Transformers has it: without what a family adds
+            hidden = family.after_layer(text_model, number, hidden, features)
             if step.keep_queries:
                 queries = step.queries[0] if len(parts) == 1 else torch.cat(step.queries, dim=2)
                 step.queries.clear()

@@ -280,7 +280,7 @@ def converse(
             output = model(**part, **with_cache(model, cache))
             logits.append(output.logits[0])
             steps.append(Step(start, cache.get_seq_length(), before))
-    return Run(torch.cat(logits), steps, cache)
+    return Run(torch.cat(logits) if logits else torch.empty(0), steps, cache)
 
 
 @contextmanager
@@ -342,18 +342,18 @@ def reference(model: PreTrainedModel, inputs: Mapping[str, Any], steps: Sequence
         return model.lm_head(text.norm(hidden))[0]
 
 
-def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """All that a module carries beside its parameters, and every configuration: to compare."""
-    state: dict[str, Any] = {}
+def fingerprint(model: PreTrainedModel) -> dict[tuple[str, str], Any]:
+    """All that each module carries: attributes, hooks, weights by identity, configurations."""
+    state: dict[tuple[str, str], Any] = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key in ("_parameters", "_buffers", "_modules"):
                 state[name, key] = {k: id(v) for k, v in value.items()}
-            elif isinstance(value, Tensor):
-                state[name, key] = (id(value), value.clone())
             elif hasattr(value, "to_dict"):
-                attention = value._attn_implementation_internal
+                attention = getattr(value, "_attn_implementation_internal", None)
                 state[name, key] = (id(value), copy.deepcopy(value.to_dict()), attention)
+            elif isinstance(value, Tensor):
+                state[name, key] = (id(value), value.tolist())
             else:
-                state[name, key] = repr(value) if isinstance(value, dict) else value
+                state[name, key] = repr(value)
     return state

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ _SLACK = 16
 """Slots allocated beyond those needed, so that decoding appends in place."""
 _GROWTH = 1.25
 """When the slack is used up the buffers grow by this factor."""
+
+
+def _writing(buffer: Tensor) -> AbstractContextManager[object]:
+    """Where a buffer that was made under inference mode may be written."""
+    outside = buffer.is_inference() and not torch.is_inference_mode_enabled()
+    return torch.inference_mode() if outside else nullcontext()
 
 
 class Segment(ABC):
@@ -124,11 +131,12 @@ class DenseSegment(Segment):
     def append(self, keys: Tensor, values: Tensor, tokens: Tensor, holes: bool) -> None:
         """Append ``n`` slots: K and V ``[B, G, n, d]`` of ``tokens`` ``[B, n]`` int32."""
         start, stop = self.length, self.length + keys.shape[2]
-        if stop > self._keys.shape[2]:
-            self._grow(stop)
-        self._keys[:, :, start:stop] = keys
-        self._values[:, :, start:stop] = values
-        self._index[:, :, start:stop] = tokens[:, None]
+        with nullcontext() if keys.requires_grad else _writing(self._index):
+            if stop > self._keys.shape[2]:
+                self._grow(stop)
+            self._keys[:, :, start:stop] = keys
+            self._values[:, :, start:stop] = values
+            self._index[:, :, start:stop] = tokens[:, None]
         self.length = stop
         self.holes = self.holes or holes
 
@@ -183,14 +191,16 @@ class DenseSegment(Segment):
     def crop(self, slots: int) -> None:
         """Forget the last ``slots`` slots."""
         self.length -= slots
-        self._index[:, :, self.length :] = -1
+        with _writing(self._index):
+            self._index[:, :, self.length :] = -1
 
     def remove_slot(self, slot: int) -> None:
         """Drop one slot of a batch of one; later slots move up, so that order is kept."""
         last = self.length - 1
-        for tensor in (self._keys, self._values, self._index):
-            tensor[:, :, slot:last] = tensor[:, :, slot + 1 : self.length].clone()
-        self._index[:, :, last] = -1
+        with _writing(self._index):
+            for tensor in (self._keys, self._values, self._index):
+                tensor[:, :, slot:last] = tensor[:, :, slot + 1 : self.length].clone()
+            self._index[:, :, last] = -1
         self.length = last
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:

@@ -190,16 +190,18 @@ class Run:
             return original(*args, **kwargs)
         # Until here the call was embedding and image encoder.
         self.seconds["encode"] = time.perf_counter() - self.seconds.pop("start", 0.0)
+        text_model = self.family.text_model(self.model)
+        by_default = getattr(text_model.config, "output_hidden_states", False)
         return run_stack(
             self.family,
-            self.family.text_model(self.model),
+            text_model,
             cache,
             names["inputs_embeds"],
             names["position_ids"],
             names,
             chunk=self.chunk,
             evict=self.evict,
-            output_hidden_states=bool(names.get("output_hidden_states")),
+            output_hidden_states=bool(names.get("output_hidden_states", by_default)),
         )
 
     # -- what a call may ask for -------------------------------------------------------------
@@ -211,6 +213,8 @@ class Run:
             raise PlanError("use_cache=False leaves no cache to work on: drop it, or the plan")
         if kwargs.get("output_attentions"):
             raise PlanError("output_attentions=True needs T x T weights, which are never made")
+        if isinstance(kwargs.get("output_hidden_states"), list | tuple | set):
+            raise PlanError("output_hidden_states=True gives all layers under a plan: take some")
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise PlanError("pass a 2-d attention_mask (1 for tokens, 0 for padding)")

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from conduit_kv.compat import cache_name
-from conduit_kv.engine.compress import Run, unwrap, wrapped
+from conduit_kv.engine.compress import Run, lock_of, unwrap, wrapped
 from conduit_kv.engine.report import Report
 from conduit_kv.engine.request import JoinedCache, RequestCache
 from conduit_kv.errors import InputError, ModelError, PlanError
@@ -217,7 +217,7 @@ class Runner:
         self.check_length(len(seen) + ids.shape[1])
         arguments = {name: value for name, value in inputs.items() if name != "attention_mask"}
         start = time.perf_counter()
-        with wrapped(run):
+        with lock_of(self.model), wrapped(run):
             output = self.model(
                 **arguments, **{cache_name(type(self.model)): cache}, logits_to_keep=1
             )
@@ -257,7 +257,7 @@ class Runner:
             states[0].cache if len(states) == 1 else JoinedCache([state.cache for state in states])
         )
         name = cache_name(type(self.model))
-        with wrapped(run):
+        with lock_of(self.model), wrapped(run):
             output = self.model(
                 input_ids=ids.to(self.model.device), logits_to_keep=1, **{name: cache}
             )
