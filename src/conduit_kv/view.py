@@ -146,6 +146,12 @@ class LayerView:
             missing = self.size - weights.shape[-1]
             yield block, F.pad(weights, (0, missing)) if missing else weights
 
+    def newest_attention(self) -> Tensor:
+        """``[H, S]`` fp32: attention of the newest token, which sees all candidates."""
+        query = self.step_queries[:, -1].float().reshape(self.kv_heads, -1, self.keys.shape[-1])
+        logits = torch.matmul(query, self._keys_fp32.transpose(1, 2)) * self.scaling
+        return logits.softmax(-1).flatten(0, 1)
+
     def attention(self, rows: Tensor) -> Tensor:
         """``[H, R', S]`` fp32 for a FEW rows; see :meth:`attention_blocks` for many."""
         blocks = [weights for _, weights in self.attention_blocks(rows)]

@@ -56,8 +56,6 @@ def test_sums_go_on_over_turns_and_decoded_tokens():
     whole = make_view([5, (2, 3), 4, 1, 1])
     expected = H2O().score(whole).carry
     method = H2O(0.99)
-    first = make_view([5, (2, 3), 4])  # not the same random numbers: cut the whole one instead
-    del first
 
     def part(stop, rows, carried):
         view = make_view([5, (2, 3), 4, 1, 1])

@@ -48,7 +48,9 @@ def reference(view, rows="text", text_score="text"):
     return score, tier, grounded
 
 
-@given(any_view(), st.sampled_from(["text", "last", "all"]), st.sampled_from(["text", "all"]))
+@pytest.mark.parametrize("text_score", ["text", "all"])
+@pytest.mark.parametrize("rows", ["text", "last", "all"])
+@given(view=any_view())
 def test_scores_are_the_formula(view, rows, text_score):
     scores = TgvKv(rows=rows, text_score=text_score).score(view)
     score, tier, weight = reference(view, rows, text_score)
@@ -130,6 +132,8 @@ def test_layer_budgets_follow_the_attention_to_images():
 def test_public_budgets_are_clipped_and_not_shared_out():
     method = TgvKv(redistribute=False)
     assert method.layer_budgets(60, weights(1.0, 1.0, 10.0), [100, 100, 30]) == [5, 5, 30]
+    assert method.layer_budgets(60, weights(1.0, 9.0), [100, 100]) == [6, 54]
+    assert method.layer_budgets(60, weights(0.1, 9.9), [100, 100]) == [5, 59]
     assert method.layer_budgets(60, weights(0.0, 0.0), [100, 100]) == [30, 30]
 
 

@@ -183,14 +183,26 @@ def prompts(draw: st.DrawFn, images: int = 3) -> list[int | tuple[int, int]]:
 
 
 @st.composite
+def rich_prompts(draw: st.DrawFn) -> list[int | tuple[int, int]]:
+    """Prompts with text before and after one or two images: the usual case."""
+    parts: list[int | tuple[int, int]] = [draw(st.integers(1, 6))]
+    for _ in range(draw(st.integers(1, 2))):
+        parts += [(draw(st.integers(1, 3)), draw(st.integers(2, 4))), draw(st.integers(0, 3))]
+    parts[-1] = draw(st.integers(2, 7))
+    return parts
+
+
+@st.composite
 def any_view(draw: st.DrawFn, layer: int = 0) -> LayerView:
     """First prefills and later turns, with and without grouped heads and images."""
-    parts = draw(prompts())
+    usual = draw(st.booleans())
+    parts = draw(rich_prompts() if usual else prompts())
     length = len(make_layout(parts))
     rows, held = None, None
-    if draw(st.booleans()) and length > 1:
-        rows = draw(st.integers(1, length - 1))
-        held = sorted(draw(st.sets(st.integers(0, length - rows - 1))))
+    if length > 1 and draw(st.integers(0, 2)) == 0:
+        # A later turn: queries for the last tokens alone, and some of those before are gone.
+        rows = draw(st.integers(1, min(6, length - 1) if usual else length - 1))
+        held = sorted(draw(st.sets(st.integers(0, length - rows - 1), min_size=usual)))
     kv_heads = draw(st.integers(1, 2))
     return make_view(
         parts,

@@ -74,7 +74,7 @@ class H2O(EvictMethod):
     def score_step(self, view: LayerView) -> Scores | None:
         if self.decode == "off":
             return None
-        sums = carried(view) + view.column_sums(view.last_row).cpu()
+        sums = carried(view) + view.group_mean(view.newest_attention()).cpu()
         # Over its visual tokens alone a layer never grows; the sums go on all the same.
         level = PROTECTED if self.of == "visual" else 0
         tier = torch.full((view.size,), level, dtype=torch.int8)

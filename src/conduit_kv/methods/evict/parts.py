@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from conduit_kv.methods.evict.select import PROTECTED, SINKS, at_least
+from conduit_kv.methods.evict.select import PROTECTED, SINKS
 from conduit_kv.view import LayerView
 
 _AT_ONCE = 1 << 22  # floats of head-mean attention that may be kept for a second look: 16 MB
@@ -23,8 +24,8 @@ def head_mean_blocks(view: LayerView, rows: Tensor) -> Iterator[tuple[Tensor, Te
     weights : Tensor
         ``[r, S]`` fp32 on the CPU.
     """
-    for block, attention in view.attention_blocks(rows):
-        yield block, attention.mean(0).cpu()
+    for block, attention in view.visible_blocks(rows):
+        yield block, F.pad(attention.mean(0).cpu(), (0, view.size - attention.shape[-1]))
 
 
 def head_mean_twice(view: LayerView, rows: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -47,8 +48,8 @@ class _Again:
 def mean_column_sums(view: LayerView, rows: Tensor) -> Tensor:
     """``[S]`` fp32 on the CPU: head-mean attention received, summed over ``rows``."""
     total = torch.zeros(view.size)
-    for _, attention in head_mean_blocks(view, rows):
-        total += attention.sum(0)
+    for _, attention in view.visible_blocks(rows):
+        total[: attention.shape[-1]] += attention.sum(1).mean(0).cpu()
     return total
 
 
@@ -61,13 +62,17 @@ def carried(view: LayerView) -> Tensor:
 
 def sinks_and_last(view: LayerView, tier: Tensor) -> Tensor:
     """``tier`` with the sequence's first four tokens and its newest one never evicted."""
-    tier = at_least(tier, view.index < SINKS, PROTECTED)
-    return at_least(tier, view.last_row, PROTECTED)
+    tier = tier.clone()
+    tier[:SINKS].masked_fill_(view.index[:SINKS] < SINKS, PROTECTED)  # candidates ascend
+    tier[-1] = PROTECTED
+    return tier
 
 
 def newest(tier: Tensor, count: int, level: int) -> Tensor:
     """``tier`` with the last ``count`` candidates (at least one) raised to ``level``."""
-    return at_least(tier, torch.arange(len(tier)) >= len(tier) - max(count, 1), level)
+    tier = tier.clone()
+    tier[-max(count, 1) :].clamp_(min=level)
+    return tier
 
 
 def after_images(view: LayerView) -> Tensor:

@@ -13,13 +13,12 @@ from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.base import EvictMethod, Scores
 from conduit_kv.methods.evict.parts import (
     carried,
-    head_mean_blocks,
     head_mean_twice,
     mean_column_sums,
     newest,
     sinks_and_last,
 )
-from conduit_kv.methods.evict.select import PROTECTED, at_least
+from conduit_kv.methods.evict.select import PROTECTED
 from conduit_kv.view import LayerView
 
 
@@ -145,16 +144,18 @@ class TgvKv(EvictMethod):
     def score_step(self, view: LayerView) -> Scores | None:
         if self.decode == "off" or self.of == "visual":
             return None
-        ((_, attention),) = head_mean_blocks(view, view.last_row)
+        attention = view.newest_attention().mean(0).cpu()
         tier = sinks_and_last(view, torch.zeros(view.size, dtype=torch.int8))
-        carry = carried(view).clone()
+        carry = carried(view)
         if self.decode == "share":
-            return Scores(attention[0], at_least(tier, (carry > 0).any(0), PROTECTED), carry=carry)
+            prompt = carry[0] > 0
+            return Scores(attention, tier.masked_fill_(prompt, PROTECTED), carry=carry)
         # Decoded tokens remember, as a negative number, how long the prompt's text was at first.
         first = int(carry[0].min()) == 0
         length = max(int((carry[0] > 0).sum()), 1) if first else -int(carry[0].min())
+        carry = carry.clone()
         carry[:, -1] = -length
-        return Scores(attention[0], newest(tier, length, PROTECTED), carry=carry)
+        return Scores(attention, newest(tier, length, PROTECTED), carry=carry)
 
     def step_drops(self, excess: int) -> int:
         return min(excess, 1) if self.decode == "public" else excess

@@ -9,7 +9,7 @@ import torch
 
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.base import EvictMethod, Scores
-from conduit_kv.methods.evict.parts import head_mean_blocks, newest
+from conduit_kv.methods.evict.parts import newest
 from conduit_kv.methods.evict.select import PROTECTED
 from conduit_kv.view import LayerView
 
@@ -41,8 +41,8 @@ class Tova(EvictMethod):
     decode: Literal["share", "off"] = "share"
 
     def score(self, view: LayerView) -> Scores:
-        ((_, attention),) = head_mean_blocks(view, view.last_row)
-        return Scores(attention[0], newest(torch.zeros(view.size, dtype=torch.int8), 1, PROTECTED))
+        attention = view.newest_attention().mean(0).cpu()
+        return Scores(attention, newest(torch.zeros(view.size, dtype=torch.int8), 1, PROTECTED))
 
     def score_step(self, view: LayerView) -> Scores | None:
         if self.decode == "off" or self.of == "visual":
