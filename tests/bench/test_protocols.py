@@ -7,6 +7,7 @@ from conduit_kv.bench.protocols import PROTOCOLS, answer, measure, prompt_of
 from conduit_kv.engine.runner import State
 from conduit_kv.engine.vlm import VLM
 from conduit_kv.errors import InputError
+from conduit_kv.methods import registry
 from conduit_kv.plan import Plan
 from conduit_kv.tasks import Item, get_task, messages
 from tests.tiny import tiny_model
@@ -109,14 +110,20 @@ def test_results_do_not_depend_on_the_other_plans(vlm: VLM, protocol: str) -> No
 
 
 def test_kept_sets_do_not_depend_on_the_other_plans(vlm: VLM) -> None:
+    """Every method: plans that differ in their budget alone share their scores."""
+    names = [name for name, method in registry().items() if method.takes_budget()]
+    plans = [Plan.of(f"{name}:{budget}") for name in names for budget in ("0.3", "0.6")]
+    plans += [Plan.of(f"{name}:0.4(of=visual)") for name in names]
+    plans += [Plan.of(f"tgv-kv:{budget}(cover=0.5, cover_by=features)") for budget in (0.3, 0.6)]
     prompt = prompt_of(vlm, item_of("late"), "late")
-    forks = vlm.forks(vlm.prefill(prompt.head, watch=PLANS), PLANS)
-    for plan, fork in zip(PLANS, forks, strict=True):
+    forks = vlm.forks(vlm.prefill(prompt.head, watch=plans), plans)
+    for plan, fork in zip(plans, forks, strict=True):
         cache = vlm.prefill(prompt.head, plan).cache
         for layer in range(len(cache)):
             for head in range(2):
                 mine, its = (c.held(layer, 0, head) for c in (cache, fork.cache))
                 assert torch.equal(mine, its), (plan, layer, head)
+            assert cache.eviction.budgets == fork.cache.eviction.budgets
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
