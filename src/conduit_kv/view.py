@@ -41,7 +41,8 @@ class LayerView:
     scaling : float
         Factor of the attention logits.
     carried : Tensor or None
-        ``[G, S]``, what the method's last scores carried over; 0 for the step's own tokens.
+        ``[G, S]`` or ``[1, S]``, what the method's last scores carried over; 0 for the step's own
+        tokens.
     cover_rank : callable
         ``cover_rank(by)`` gives ``[S]`` int64 ranks: the visual tokens in an order whose every
         prefix covers the image (see :func:`conduit_kv.methods.cover.farthest_first`).

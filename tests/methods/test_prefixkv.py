@@ -67,7 +67,7 @@ def test_sums_go_on_and_visual_budgets_count_visual_tokens():
     view = make_view([4, (2, 2), 4], rows=2, carried=carried)
     alone = make_view([4, (2, 2), 4], rows=2)
     torch.testing.assert_close(PrefixKv().score(view).token, PrefixKv().score(alone).token + 0.5)
-    assert PrefixKv().score(view).carry.shape == (2, 12)
+    assert PrefixKv().score(view).carry.shape == (1, 12)
     views = [make_view([4, (3, 3), 4], layer=layer) for layer in range(3)]
     method = PrefixKv(0.5, of="visual")
     scores = [[method.score(view)] for view in views]

@@ -36,7 +36,8 @@ class Scores:
         of a layer's groups of KV heads add up. None: as much as it has tokens, so that every layer
         keeps the same share.
     carry : Tensor or None
-        ``[G, S]`` fp32, handed back as ``view.carried`` for the tokens that were kept.
+        ``[G, S]`` fp32, or ``[1, S]`` for all KV heads alike, handed back as ``view.carried`` for
+        the tokens that were kept.
     """
 
     token: Tensor
@@ -87,7 +88,10 @@ class EvictMethod(Method):
 
     @abstractmethod
     def score(self, view: LayerView) -> Scores:
-        """Score the candidates at the end of a prefill or of a later turn's tokens."""
+        """Score the candidates at the end of a prefill or of a later turn's tokens.
+
+        Scores do not depend on ``budget``, so that one scoring serves plans that differ in it.
+        """
 
     def score_step(self, view: LayerView) -> Scores | None:
         """Score the candidates after one decoded token; None: evict nothing in decoding.

@@ -46,7 +46,7 @@ class PrefixKv(EvictMethod):
             tier = torch.zeros(view.size, dtype=torch.int8).masked_fill(view.layout.text, PROTECTED)
         else:
             tier = sinks_and_last(view, torch.zeros(view.size, dtype=torch.int8))
-        return Scores(sums, tier, carry=sums.expand(view.kv_heads, -1))
+        return Scores(sums, tier, carry=sums[None])
 
     def layer_budgets(
         self, total: int, scores: Sequence[Sequence[Scores]], most: Sequence[int]

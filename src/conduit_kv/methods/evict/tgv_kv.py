@@ -123,10 +123,10 @@ class TgvKv(EvictMethod):
         return received + sums if known else sums
 
     def _prompt_text(self, view: LayerView, prompt: Tensor) -> Tensor:
-        """``[G, S]``: 1 at the prompts' text after the first image, of this turn and earlier."""
-        own = torch.zeros(view.size)
-        own[view.rows_where(prompt)] = 1
-        return torch.maximum(own, (carried(view) > 0).float())
+        """``[1, S]``: 1 at the prompts' text after the first image, of this turn and earlier."""
+        own = torch.zeros(1, view.size)
+        own[:, view.rows_where(prompt)] = 1
+        return torch.maximum(own, (carried(view)[:1] > 0).float())
 
     def layer_budgets(
         self, total: int, scores: Sequence[Sequence[Scores]], most: Sequence[int]
@@ -146,7 +146,7 @@ class TgvKv(EvictMethod):
             return None
         attention = view.newest_attention().mean(0).cpu()
         tier = sinks_and_last(view, torch.zeros(view.size, dtype=torch.int8))
-        carry = carried(view)
+        carry = carried(view)[:1]
         if self.decode == "share":
             prompt = carry[0] > 0
             return Scores(attention, tier.masked_fill_(prompt, PROTECTED), carry=carry)
