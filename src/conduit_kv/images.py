@@ -28,8 +28,9 @@ def read_image(source: ImageLike) -> Image.Image:
         shown as RGB without loss, or of a size or shape that no model can see.
     """
     name, image = _open(source)
-    if getattr(image, "n_frames", 1) > 1:
-        raise InputError(f"{name} is animated ({image.n_frames} frames): save one frame of it")
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise InputError(f"{name} is animated ({frames} frames): save one frame of it")
     if image.mode == "CMYK" or image.mode.startswith(("I", "F")):
         raise InputError(
             f"{name} has colour mode {image.mode}: convert it to 8-bit RGB first, since how to map "

@@ -39,7 +39,7 @@ _FEATURES = 112 + 320 + 4 * 40
 _BATCH_NORM_EPS = 1e-3
 
 
-class ConduitCnnConfig(PreTrainedConfig):
+class ConduitCnnConfig(PreTrainedConfig):  # type: ignore[misc]
     """Configuration of :class:`ConduitCnnModel`.
 
     Parameters
@@ -101,7 +101,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x if self.expand is None else F.relu6(self.expand(x))
         y = self.project(F.relu6(self.depthwise(y)))
-        return x + y if self.residual else y
+        return x + y if self.residual else y  # type: ignore[no-any-return]
 
 
 class EfficientNetLite0(nn.Module):
@@ -148,7 +148,7 @@ class EfficientNetLite0(nn.Module):
         return torch.cat(maps, dim=1).flatten(2).transpose(1, 2)
 
 
-class ConduitCnnModel(PreTrainedModel):
+class ConduitCnnModel(PreTrainedModel):  # type: ignore[misc]
     """EfficientNet-Lite0, a linear layer, and learned row and column embeddings.
 
     ``hidden_states`` of the output hold the one layer that Llava reads

@@ -74,7 +74,7 @@ def load_cnn() -> EfficientNetLite0:
         # What inference will have: bf16 weights, whatever dtype it computes in.
         parameter.data = parameter.data.to(torch.bfloat16).float()
         parameter.requires_grad_(False)
-    return cnn.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return cnn.eval().to(memory_format=torch.channels_last)  # type: ignore
 
 
 def pixels(images: Sequence[Any]) -> Tensor:
@@ -117,7 +117,7 @@ class Eyes(nn.Module):
         x = (features - self.mean) / self.deviation  # type: ignore[operator]
         places = (self.row[:, None] + self.column[None]).flatten(0, 1)
         x = F.gelu(self.head(x) + places)
-        return self.linear_2(F.gelu(self.linear_1(x)))
+        return self.linear_2(F.gelu(self.linear_1(x)))  # type: ignore[no-any-return]
 
     def folded(self) -> dict[str, Tensor]:
         """Parameters under the names of the built model, standardisation folded in."""
@@ -191,7 +191,10 @@ class PackedLlama(nn.Module):
         }  # fmt: skip
         for layer in range(config.num_hidden_layers):
             base = f"model.layers.{layer}."
-            get = lambda name, base=base: state[base + name + ".weight"]  # noqa: E731
+
+            def get(name: str, base: str = base) -> Tensor:
+                return state[base + name + ".weight"]
+
             attention, mlp = "self_attn.", "mlp."
             self.frozen.append(
                 {
@@ -327,7 +330,7 @@ class Learner:
         x = self.llama.embedding[ids.clamp(max=len(self.llama.embedding) - 1)]
         tokens = self.eyes(self.features([im for item in batch for im in item.images]))
         x = x.index_copy(0, places, tokens.flatten(0, 1).to(x.dtype))
-        return self.llama(x, [len(item.ids) for item in batch])
+        return self.llama(x, [len(item.ids) for item in batch])  # type: ignore[no-any-return]
 
     def logits(self, batch: Sequence[Encoded]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits before each label, the labels, and their weights."""
@@ -526,8 +529,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def progress() -> float:
         if args.steps:
-            return min(1.0, step / args.steps)
-        return min(1.0, (time.time() - start) / (60 * args.minutes))
+            return float(min(1.0, step / args.steps))
+        return float(min(1.0, (time.time() - start) / (60 * args.minutes)))
 
     def save() -> None:
         state = {
