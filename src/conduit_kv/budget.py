@@ -100,7 +100,7 @@ class Budget:
             before, after = (
                 self.total([length] * layers, bytes_per_token) for length in (then, now)
             )
-        return min(now, -(-kept * after // max(before, 1)))
+        return min(now, -(-kept * after // before) if before else kept)
 
     def __str__(self) -> str:
         if self.unit == "share":
@@ -140,8 +140,10 @@ def share_out(
     tiny = max(max(positive, default=0.0), 1.0) * 1e-12
     weight = [max(w, tiny) for w in positive]
 
+    limits = list(zip(weight, low, most, strict=True))
+
     def filled(level: float) -> float:
-        return sum(min(max(level * weight[i], low[i]), most[i]) for i in layers)
+        return sum(min(max(level * w, at_least), at_most) for w, at_least, at_most in limits)
 
     lower, upper = 0.0, 1.0
     while filled(upper) < total:

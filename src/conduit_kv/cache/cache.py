@@ -72,17 +72,26 @@ class VisualCache(Cache):  # type: ignore[misc]
         super().reset()
         self.progress.__init__()  # type: ignore[misc]
 
+    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Every tensor held for the request: its kind, itself, and the bytes of it in use."""
+        for layer in self.layers:
+            yield from layer.tensors()
+        yield from self.progress.tensors()
+
     def bytes_in_use(self) -> dict[str, int]:
         """Bytes that hold tokens, by kind."""
-        return self._bytes(lambda tensor, used: used)
+        total: dict[str, int] = {}
+        for kind, _, used in self.tensors():
+            total[kind] = total.get(kind, 0) + used
+        return total
 
     def bytes_allocated(self) -> dict[str, int]:
         """Bytes of the storages behind them, by kind: slack and padding included."""
-        return self._bytes(lambda tensor, used: tensor.untyped_storage().nbytes())
-
-    def _bytes(self, measure: object) -> dict[str, int]:
         total: dict[str, int] = {}
-        for layer in self.layers:
-            for kind, tensor, used in layer.tensors():
-                total[kind] = total.get(kind, 0) + measure(tensor, used)  # type: ignore[operator]
+        counted: set[int] = set()
+        for kind, tensor, _ in self.tensors():
+            storage = tensor.untyped_storage()
+            new = storage.nbytes() if storage.data_ptr() not in counted else 0
+            counted.add(storage.data_ptr())
+            total[kind] = total.get(kind, 0) + new
         return total

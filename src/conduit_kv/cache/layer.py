@@ -218,9 +218,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
                     (keys[0][at], values[0][at], tokens.to(keys.device, dtype=torch.int32))
                 )
             rows.append(parts)
-        sizes = {len(part[2]) for parts in rows for part in parts}
-        by_head = [{len(parts[head][2]) for parts in rows} for head in range(self.kv_heads)]
-        if any(sizes_of_head != by_head[0] for sizes_of_head in by_head) and len(sizes) > 1:
+        if any(len({len(part[2]) for part in parts}) > 1 for parts in rows):
             self.frozen = [RaggedSegment(rows)]
             self.tail = DenseSegment.empty(tail.keys, tail.values)
         else:

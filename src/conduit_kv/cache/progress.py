@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,3 +132,11 @@ class Progress:
         self._padding = [(start, valid[list(rows)]) for start, valid in self._padding]
         if self.step_tokens.shape[0]:
             self.step_tokens = self.step_tokens[list(rows)]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Every tensor held: its kind, itself, and its bytes."""
+        held = [self.step_tokens, *(valid for _, valid in self._padding)]
+        for layout in self.layouts:
+            held += [layout.image, layout.frame, layout.row, layout.column]
+        for tensor in [*held, *(chunk for chunks in self.positions for chunk in chunks)]:
+            yield "positions", tensor, tensor.numel() * tensor.element_size()

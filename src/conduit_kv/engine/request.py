@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +75,16 @@ class RequestCache(VisualCache):
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         """After a layer of a prefill or turn: ``[B, H, n, d]``."""
+        scored: dict[EvictMethod, Eviction] = {}
         for eviction in (self.eviction, *self.watchers):
-            if eviction.active:
+            if not eviction.active:
+                continue
+            # Plans that differ in their budget alone score alike.
+            alike = scored.setdefault(eviction.kind, eviction)
+            if alike is eviction:
                 eviction.observe(layer, queries, scaling)
+            else:
+                eviction.take_scores(alike, layer)
 
     def finish(self) -> None:
         """After the last layer of a prefill or turn. Watchers are finished on their forks."""
@@ -88,6 +95,11 @@ class RequestCache(VisualCache):
         """After a layer of a decoding step: ``[B, H, 1, d]``."""
         self._moved = True
         self.eviction.step(layer, query, scaling)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+        yield from super().tensors()
+        for eviction in (self.eviction, *self.watchers):
+            yield from eviction.tensors()
 
     # -- forks, and coming back from an error ------------------------------------------------
 
@@ -105,7 +117,9 @@ class RequestCache(VisualCache):
         other.progress = self.progress.copy()
         for mine, its in zip(self.layers, other.layers, strict=True):
             its.progress = other.progress
-            its.share(mine, copy_tail=eviction is None or not eviction.active)
+            # What an eviction keeps is copied by it; layers that it leaves alone are not.
+            evicted = eviction is not None and eviction.active and mine.kind == "full"
+            its.share(mine, copy_tail=not evicted)
         if eviction is None:
             other.eviction = self.eviction.fork(other) if plan is None else other.eviction
         elif eviction.active:

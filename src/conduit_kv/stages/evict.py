@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from conduit_kv.budget import Budget
 from conduit_kv.cache import VisualCache, VisualLayer
 from conduit_kv.methods.cover import cover_ranks
 from conduit_kv.methods.evict.base import EvictMethod, Scores
@@ -92,6 +93,16 @@ class Eviction:
                 groups.append((_without_tensors(view), scores))
             scored.append(groups)
         self._scored[layer] = scored
+
+    @cached_property
+    def kind(self) -> EvictMethod:
+        """The method without its budget, on which no score depends."""
+        return self.method.replace(budget=Budget(1.0))
+
+    def take_scores(self, other: Eviction, layer: int) -> None:
+        """Take over what another eviction of the same cache and kind has just scored."""
+        if layer in other._scored:
+            self._scored[layer] = other._scored[layer]
 
     def finish(self) -> None:
         """After the last layer: share the budget, and keep."""
@@ -229,6 +240,16 @@ class Eviction:
         if kept is not None:
             index, carry = index[kept], carry[:, kept]
         self._carried[layer, row] = [(index, head) for head in carry]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Every tensor held for later: its kind, itself, and its bytes."""
+        carried = (pair for pairs in self._carried.values() for pair in pairs)
+        for kind, held in (
+            ("scores", [tensor for pair in carried for tensor in pair]),
+            ("features", self._features),
+        ):
+            for tensor in held:
+                yield kind, tensor, tensor.numel() * tensor.element_size()
 
     def fork(self, cache: VisualCache) -> Eviction:
         """This stage's state for a fork of its cache."""
