@@ -117,15 +117,23 @@ def _row(task: Task, items: Sequence[Item], answers: Sequence[str], image: str) 
 
 
 def evaluate(
-    model: Any, processor: Any, name: str, n: int, seed: int = 0, budget: int = 6000
+    model: Any,
+    processor: Any,
+    name: str,
+    n: int,
+    seed: int = 0,
+    wrong_n: int | None = None,
+    budget: int = 6000,
 ) -> list[dict[str, Any]]:
     """Figures of one task: a row for the right images and, for some tasks, one for wrong images.
 
-    `n` is per kind of question for the boards' short tasks (which have four), else per task.
+    `n` is per kind of question for the boards' short tasks (which have four), else per task;
+    `wrong_n` likewise, for wrong images (`n` if not given, 0 for none).
     """
     task = get_task(name)
     several = task.base == "board" and task.protocol != "list"
-    items = task.items(4 * n if several else n, seed)
+    factor = 4 if several else 1
+    items = task.items(factor * n, seed)
     rows = []
     began = time.perf_counter()
     answers = answer(model, processor, items, budget)
@@ -138,7 +146,9 @@ def evaluate(
             task.score(text, item) == 1.0 for text, item in zip(answers, items, strict=True)
         ) / len(items), 4)  # fmt: skip
     rows.append(row)
-    if name in _WITH_WRONG_IMAGE:
+    wrong_n = n if wrong_n is None else wrong_n
+    if name in _WITH_WRONG_IMAGE and wrong_n:
+        items = task.items(factor * wrong_n, seed)
         swapped = wrong_images(items)
         rows.append(_row(task, items, answer(model, processor, swapped, budget), "wrong"))
     return rows
@@ -148,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line of the evaluation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--n", type=int, default=500, help="items per task (boards: per question)")
+    parser.add_argument("--wrong-n", type=int, help="the same for wrong images; default: --n")
     parser.add_argument("--task", action="append", help="one of several tasks; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
@@ -164,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     rows: list[dict[str, Any]] = []
     for name in args.task or TASKS:
-        for row in evaluate(model, processor, name, args.n, args.seed):
+        for row in evaluate(model, processor, name, args.n, args.seed, args.wrong_n):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if args.json:
