@@ -84,7 +84,11 @@ def sharpened(name):
     for layer in family_of(model).layers(family_of(model).text_model(model)):
         attention = layer.self_attn
         with torch.no_grad():
-            getattr(attention, "q_norm", attention.q_proj).weight.mul_(5)
+            if hasattr(attention, "q_norm"):  # what it is applied to has length one
+                attention.q_norm.weight.mul_(4)
+                attention.k_norm.weight.mul_(3)
+            else:
+                attention.q_proj.weight.mul_(5)
     return model
 
 

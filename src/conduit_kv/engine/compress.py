@@ -41,14 +41,26 @@ def lock_of(model: nn.Module) -> threading.RLock:
 
 def unwrap(model: Any) -> PreTrainedModel:
     """The Transformers model inside a PEFT wrapper; a compiled one is refused."""
-    if hasattr(model, "_orig_mod"):
-        raise PlanError(
-            "the model is compiled (torch.compile): pass the model itself; Conduit's decoder loop "
-            "changes shape between layers, which a compiled graph cannot"
-        )
+    _refuse_compiled(model)
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return model  # type: ignore[no-any-return]
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in [("", model), *model.named_modules()]:
+        if "vis" in name:
+            continue  # an image encoder may be compiled
+        compiled = (
+            hasattr(module, "_orig_mod")
+            or getattr(module, "_compiled_call_impl", None) is not None
+            or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        )
+        if compiled:
+            raise PlanError(
+                f"{name or 'the model'} is compiled (torch.compile): pass the model itself; "
+                "Conduit's decoder loop changes shape between layers, which a compiled graph cannot"
+            )
 
 
 @dataclass
@@ -154,6 +166,7 @@ class Run:
             relative = [torch.zeros(1, dtype=torch.long)] * len(rows)
         else:
             visual, copies = _encoder_inputs(visual)
+            self._check_pixels(rows, visual)
             # Beams repeat each sequence with its images: one of each is laid out.
             layouts = self.family.layouts(self.model, rows[::copies], visual)
             relative = self.family.relative_positions(self.model, rows[::copies], visual)
@@ -254,6 +267,16 @@ class Run:
             raise InputError("a sequence of the batch has no token at all: drop it")
         return valid
 
+    def _check_pixels(self, rows: list[Tensor], visual: Mapping[str, Any]) -> None:
+        if any(name.startswith("pixel_values") for name in visual):
+            return
+        count = sum(int(self.family.visual_mask(self.model, row).sum()) for row in rows)
+        if count:
+            raise InputError(
+                f"the prompt has {count} visual placeholder tokens, but no pixel_values came with "
+                "it: pass what the processor gave"
+            )
+
     def _pad_positions(self, positions: list[Tensor], valid: Tensor) -> Tensor:
         axes = positions[0].shape[0]
         padded = torch.ones((axes, *valid.shape), dtype=torch.long)
@@ -267,12 +290,12 @@ class Run:
         if given is None or (self.family.position_axes > 1 and cache.progress.seen):
             return
         given = given.cpu()
-        if given.dim() == 3:
+        if given.dim() == 3 and ours.dim() == 3:
             given = given[-ours.shape[0] :]
         elif ours.dim() == 3:
             return
-        given = given.expand_as(ours)
-        if not torch.equal(given[..., valid], ours[..., valid]):
+        fits = given.shape[-1] == ours.shape[-1] and given.dim() == ours.dim()
+        if not fits or not torch.equal(given.expand_as(ours)[..., valid], ours[..., valid]):
             raise PlanError("custom position_ids are not supported under a plan: leave them out")
 
 
