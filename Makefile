@@ -23,7 +23,7 @@ test-5.19: $(ENVS)/transformers-5.19/ready  ## the contracts with the oldest sup
 
 oracle: $(ENVS)/oracle/ready $(ENVS)/test/ready  ## kept indices against kvpress
 	$(ENVS)/oracle/bin/python tests/oracle/kvpress_indices.py $(ENVS)/oracle/indices.json
-	$(ENVS)/test/bin/python -m pytest tests/oracle --kvpress $(ENVS)/oracle/indices.json
+	$(ENVS)/test/bin/python -m tests.oracle.compare $(ENVS)/oracle/indices.json
 
 speed: $(ENVS)/demo/ready  ## prefill and decoding against plain Transformers, in one run
 	$(ENVS)/demo/bin/python benchmarks/speed.py --json benchmarks/results/speed.json
