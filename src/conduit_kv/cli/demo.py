@@ -44,6 +44,9 @@ QUESTIONS = (
 )
 """Title, task, and which of its items."""
 
+_BESIDE = 40
+"""Longest answer that is shown in the table."""
+
 
 @dataclass(frozen=True)
 class _Line:
@@ -77,6 +80,8 @@ def demo(
     out = console()
     out.print("loading the model ...")
 
+    from rich.markup import escape
+
     from conduit_kv.picture import draw_retention
     from conduit_kv.plan import Plan
     from conduit_kv.tasks import get_task
@@ -96,7 +101,12 @@ def demo(
         if item.first is not None:
             out.print(f"first: {item.first[0]}  [dim]{item.first[1]}[/]")
         out.print(f"question: {item.question}  [dim]right answer: {item.answer}[/]")
-        out.print(_table(plans, lines))
+        # Long answers get the whole width, below.
+        beside = max(len(line.text) for line in lines) <= _BESIDE
+        out.print(_table(plans, lines, beside))
+        for plan, line in zip(plans, lines, strict=True):
+            if not beside:
+                out.print(f"[bold]{plan!s:12}[/] {escape(line.text)}")
         if not drawn:
             kept = [line.retention for line in lines[1:]]
             draw_retention(kept, item.images, picture, center_crop=center_crop(vlm))
@@ -105,9 +115,9 @@ def demo(
     for plan, score in zip(plans, right, strict=True):
         out.print(f"{plan!s:12} {score:.2g} of {len(QUESTIONS)} right")
     out.print(
-        "\nA short answer is decided while the prompt is read, before anything is evicted; a "
-        "second question\nand a long answer show what eviction costs. `conduit-kv bench` measures "
-        "it."
+        "\nThe first word of an answer is chosen while the prompt is read, before anything is "
+        "evicted; a second question and a long answer show what eviction costs. "
+        "`conduit-kv bench` measures it."
     )
     out.print(f"What each layer kept of the dense board: {picture}")
 
@@ -148,7 +158,7 @@ def _warm_up(vlm: VLM) -> None:
     vlm.ask("What is this?", [Image.new("RGB", (224, 224), "white")], max_new_tokens=2)
 
 
-def _table(plans: list[Plan], lines: list[_Line]) -> Table:
+def _table(plans: list[Plan], lines: list[_Line], beside: bool) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -157,7 +167,8 @@ def _table(plans: list[Plan], lines: list[_Line]) -> Table:
     for column in ("kept", "of", "K/V", "first token", "per token"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("answer")
+    if beside:
+        table.add_column("answer")
     for plan, line in zip(plans, lines, strict=True):
         table.add_row(
             str(plan),
@@ -167,7 +178,7 @@ def _table(plans: list[Plan], lines: list[_Line]) -> Table:
             seconds_text(line.first_token),
             seconds_text(line.per_token),
             _mark(line.score),
-            escape(line.text),
+            *([escape(line.text)] if beside else []),
         )
     return table
 

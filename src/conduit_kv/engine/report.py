@@ -143,7 +143,7 @@ class Report:
         table.add_column("tokens", justify="right")
         table.add_column("kept (mean over layers)", justify="right")
         table.add_column("visual kept", justify="right")
-        table.add_column("by layer, of the visual tokens")
+        table.add_column("visual tokens held, layer by layer", no_wrap=True)
         for number, sequence in enumerate(self.sequences):
             visual = sum(sequence.images)
             table.add_row(
