@@ -51,6 +51,16 @@ def test_all_heads_keep_the_same(view, budget):
     assert kept == sorted([*new, *heavy])
 
 
+def test_recent_is_a_share_of_the_budget_whatever_it_counts():
+    view = make_view([3, (2, 3), 1, (3, 4)])
+    for method in (H2O(of="visual"), H2O(of="visual", recent=0.25)):
+        sums = method.score(view).token
+        new = list(range(22))[-int(method.recent * 8) :]
+        for head, kept in zip(sums.tolist(), kept_by(method, view, 8), strict=True):
+            free = [j for j in range(22) if not view.layout.text[j] and j not in new]
+            assert kept == sorted([0, 1, 2, 9, *new, *best(head, free, 8 - len(new))])
+
+
 def test_sums_go_on_over_turns_and_decoded_tokens():
     """Column sums over all rows of the whole sequence, whatever the steps it came in."""
     whole = make_view([5, (2, 3), 4, 1, 1])

@@ -56,6 +56,7 @@ def test_snapkv_keeps_the_window_and_what_it_attends_to(view, budget, options):
         atol=1e-5,
         rtol=0,
     )
+    assert scores.tier.tolist() == [0] * before + [1] * (view.size - before)
     kept = kept_by(SnapKv(**options), view, budget)
     for found, tokens in zip(scores.token.tolist(), kept, strict=True):
         window = list(range(before, view.size))[-budget:]
@@ -128,6 +129,9 @@ def test_pyramid_falls_with_depth_and_scores_as_snapkv():
     assert line.layer_budgets(240, plain(4), [400] * 4) == [116, 78, 41, 5]
     even = PyramidKv(window=32, schedule="kvpress").layer_budgets(240, plain(4), [400] * 4)
     assert even == [60] * 4
+    # Over visual tokens alone there is no window: r = 30, from 2 * 30 - 3 to 30 / 10.
+    visual = PyramidKv(window=8, beta=10, of="visual")
+    assert visual.layer_budgets(120, plain(4), [100] * 4) == [57, 39, 21, 3]
     view = make_view([3, (4, 4), 8])
     assert torch.equal(PyramidKv(window=4).score(view).token, SnapKv(window=4).score(view).token)
     with pytest.raises(PlanError, match="beta"):
@@ -184,8 +188,33 @@ def test_ada_kv_gives_heads_different_numbers():
         AdaKv(0.5, alpha=2.0)
 
 
-def test_ada_kv_of_visual_counts_only_those():
-    view = make_view([3, (6, 6), 6], sharp=4.0, seed=1)
-    heads = kept_by(AdaKv(of="visual", window=2), view, 10)
-    visual = [sum(not view.layout.text[j] for j in kept) for kept in heads]
-    assert sum(visual) == 20 and all(len(k) - v == 9 for k, v in zip(heads, visual, strict=True))
+@given(any_view(), st.integers(0, 20), st.sampled_from([0.0, 0.2, 0.6]))
+def test_ada_kv_of_visual_counts_only_those(view, budget, alpha):
+    budget = min(budget, int(view.layout.visual.sum()))
+    method = AdaKv(of="visual", window=3, alpha=alpha)
+    scores = method.score(view)
+    text = view.layout.text.tolist()
+    tiers = [127 if is_text else tier for is_text, tier in zip(text, scores.tier, strict=True)]
+    tiers = [int(tier) for tier in tiers]
+    expected = slow_ada(scores.token.tolist(), tiers, budget + sum(text), alpha)
+    (heads,) = method.select([(view, scores)], budget)
+    assert [kept.tolist() for kept in heads] == expected
+    assert sum(not text[j] for kept in heads for j in kept.tolist()) == budget * view.kv_heads
+
+
+def test_ada_kv_over_groups_of_several_heads():
+    view = make_view([3, (5, 6), 6], kv_heads=3, heads=3, sharp=4.0)
+    view.step_queries[0] *= 0.01
+    method = AdaKv(window=2)
+    scores = method.score(view)
+    (whole,) = method.select([(view, scores)], 12)
+    groups = [
+        (
+            same_view(view, keys=view.keys[part], values=view.values[part]),
+            Scores(scores.token[part], scores.tier),
+        )
+        for part in (slice(0, 2), slice(2, 3))
+    ]
+    first, second = method.select(groups, 12)
+    assert [k.tolist() for k in whole] == [k.tolist() for k in (*first, *second)]
+    assert len({len(k) for k in whole}) > 1

@@ -38,7 +38,7 @@ def reference(view, threshold):
     return sums, sum(shares) / len(shares) * view.kv_heads
 
 
-@given(any_view(), st.sampled_from([0.01, 0.1, 0.5]))
+@given(any_view(), st.sampled_from([0.0, 0.01, 0.1, 0.5]))
 def test_scores_and_sparsity(view, threshold):
     sums, weight = reference(view, threshold)
     scores = VlCache(threshold=threshold).score(view)

@@ -29,9 +29,7 @@ def crop_count(tokens_to_remove: int) -> int:
         If the number is positive: older releases meant the length that is left.
     """
     if tokens_to_remove > 0:
-        raise PlanError(
-            f"crop({tokens_to_remove}): write crop(-n) to take back the last n tokens"
-        )
+        raise PlanError(f"crop({tokens_to_remove}): write crop(-n) to take back the last n tokens")
     return -int(tokens_to_remove)
 
 

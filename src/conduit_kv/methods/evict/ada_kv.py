@@ -12,7 +12,7 @@ from torch import Tensor
 from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.base import Scores
-from conduit_kv.methods.evict.select import PROTECTED, ranking
+from conduit_kv.methods.evict.select import ranking
 from conduit_kv.methods.evict.snapkv import SnapKv
 from conduit_kv.view import LayerView
 
@@ -52,7 +52,7 @@ class AdaKv(SnapKv):
         orders, scores, tiers, sure, places = [], [], [], [], 0
         for view, given in groups:
             tier, mine = self._counted(view, given, budget)
-            safe = max(int(self.alpha * mine), int((tier == PROTECTED).sum()))
+            safe = int(self.alpha * mine)
             for head in given.token:
                 orders.append(ranking(head, tier))
                 scores.append(head)
