@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conduit_kv.attention import paths
+from tests.contracts import matrix
 
 torch.set_num_threads(1)
 
@@ -22,3 +23,14 @@ def attention_path(monkeypatch, request):
 
     monkeypatch.setattr(paths, "choose", choose)
     return wanted
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    matrix.note(item, report)
+    return report
+
+
+def pytest_sessionfinish(session):
+    matrix.write(session.config.rootpath / matrix.FOLDER)
