@@ -38,7 +38,7 @@ __all__ = [
     "make_tokenizer",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "conduit.json"
 IMAGE_TOKEN = "<image>"
 IMAGE_SIZE = 224
@@ -154,11 +154,13 @@ def make_tokenizer(gguf: Path) -> Any:
     """SmolLM2's tokenizer with the image token, left padding and the chat template."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    # Given here and not set later: only what the tokenizer was made with is saved.
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, padding_side="left"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
     tokenizer.pad_token = "<|endoftext|>"
     tokenizer.eos_token = "<|im_end|>"
-    tokenizer.padding_side = "left"
     tokenizer.model_max_length = 8192
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
