@@ -38,11 +38,7 @@ def reference(view, alpha):
 def test_scores_by_the_elite(view, alpha):
     score, _ = reference(view, alpha)
     found = AirCache(alpha=alpha).score(view).token
-    if 0 < alpha < 1:
-        # The elite is compared where no text token lies at the threshold itself.
-        torch.testing.assert_close(found.double(), torch.tensor(score).double(), atol=1e-5, rtol=0)
-    else:
-        assert found.shape == (view.size,)
+    torch.testing.assert_close(found.double(), torch.tensor(score).double(), atol=1e-5, rtol=0)
 
 
 def test_fewer_rows_than_all_observe():

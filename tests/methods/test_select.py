@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conduit_kv.budget import largest_remainder
 from conduit_kv.methods.evict import PROTECTED
 from conduit_kv.methods.evict.select import at_least, keep_best, ranking
-from tests.methods.views import make_layout, prompts
+from tests.methods.views import make_layout, prompts, rich_prompts
 
 
 @st.composite
 def choices(draw):
-    layout = make_layout(draw(prompts()))
+    layout = make_layout(draw(prompts() if draw(st.booleans()) else rich_prompts()))
     size = len(layout)
     # Few values, so that ties are common.
     score = draw(st.lists(st.integers(-2, 2), min_size=size, max_size=size))
@@ -55,6 +55,7 @@ def slow_keep(score, tier, budget, layout, by_image, cover, cover_rank):
     return sorted(kept)
 
 
+@settings(max_examples=300)
 @given(choices())
 def test_keep_best(choice):
     found = keep_best(**choice)

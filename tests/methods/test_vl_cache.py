@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conduit_kv.errors import PlanError
-from conduit_kv.methods.evict import VlCache
+from conduit_kv.methods.evict import Scores, VlCache
 from tests.methods.views import any_view, best, dense, head_groups, kept_by, make_view
 
 
@@ -84,6 +84,8 @@ def test_groups_of_heads_add_up():
         part.step_queries = part.step_queries[2 * head : 2 * head + 2]
         parts += VlCache().score(part).weight
     assert parts == pytest.approx(whole)
+    layers = [[Scores(torch.zeros(9), weight=w) for w in pair] for pair in ((1.0, 3.0), (8.0, 0.0))]
+    assert VlCache().layer_budgets(30, layers, [90, 90]) == [10, 20]
     for wrong in ({"threshold": -0.1}, {"recent": 2.0}):
         with pytest.raises(PlanError):
             VlCache(0.5, **wrong)
