@@ -177,3 +177,28 @@ def test_tower_does_not_depend_on_mode_or_batch() -> None:
         alone = tower.eval()(pixels[1:2]).last_hidden_state
     assert out.shape == (3, 196, 32)
     torch.testing.assert_close(out[1:2], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_exported_adapter_can_be_trained_on(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from conduit_kv.embedded.train import Eyes, export, load_adapter
+
+    generator = torch.Generator().manual_seed(0)
+    eyes = Eyes(592, 24, generator)
+    eyes.mean.normal_(generator=generator)
+    eyes.deviation.uniform_(1, 3, generator=generator)
+    lora = torch.nn.ParameterDict({"0_q_a": torch.randn(4, 8), "0_q_b": torch.randn(8, 4)})
+    path = tmp_path / "adapter.safetensors"
+    export(SimpleNamespace(eyes=eyes, llama=SimpleNamespace(lora=lora)), path, {"seed": "0"})
+
+    again = Eyes(592, 24, torch.Generator().manual_seed(1))
+    again.mean.fill_(0.5)
+    again.deviation.fill_(2.0)
+    empty = torch.nn.ParameterDict({name: torch.zeros_like(value) for name, value in lora.items()})
+    load_adapter(again, empty, path)
+    features = torch.randn(1, 196, 592, generator=generator)
+    with torch.no_grad():
+        torch.testing.assert_close(again(features), eyes(features), atol=0.03, rtol=0.03)
+    for name, value in lora.items():
+        torch.testing.assert_close(empty[name], value, atol=0.02, rtol=0.01)

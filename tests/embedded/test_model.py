@@ -110,8 +110,8 @@ def test_it_sees(embedded) -> None:
     right = answer(model, processor, items)
     wrong = answer(model, processor, wrong_images(items))
     score = [sum(map(task.score, texts, items)) / len(items) for texts in (right, wrong)]
-    assert score[0] > 0.7
-    assert score[1] < 0.5
+    assert score[0] > 0.5
+    assert score[1] < 0.4
 
 
 def test_wrong_images_are_other_images() -> None:

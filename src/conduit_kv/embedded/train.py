@@ -385,6 +385,14 @@ def _align_targets(boards: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
     return kind.flatten(), colour.flatten(), row.flatten(), column.flatten()
 
 
+def standardise(learner: Learner, rng: random.Random) -> None:
+    """Set mean and deviation of the CNN's features from some boards."""
+    boards = [make_board(rng, "dense" if i % 3 else "sparse") for i in range(64)]
+    seen = learner.features([board.image() for board in boards]).flatten(0, 1)
+    learner.eyes.mean.copy_(seen.mean(0))  # type: ignore[operator]
+    learner.eyes.deviation.copy_(seen.std(0) + 0.05)  # type: ignore[operator]
+
+
 def align(learner: Learner, rng: random.Random, steps: int, log: Callable[..., None]) -> None:
     """Stage 1: visual tokens point where the word embeddings of what they show point."""
     table = learner.llama.embedding.float()
@@ -402,10 +410,7 @@ def align(learner: Learner, rng: random.Random, steps: int, log: Callable[..., N
         words(["1", "2", "3", "4"]),
     ]
     eyes = learner.eyes
-    boards = [make_board(rng, "dense" if i % 3 else "sparse") for i in range(64)]
-    seen = learner.features([board.image() for board in boards]).flatten(0, 1)
-    eyes.mean.copy_(seen.mean(0))  # type: ignore[operator]
-    eyes.deviation.copy_(seen.std(0) + 0.05)  # type: ignore[operator]
+    standardise(learner, rng)
     optimizer = torch.optim.AdamW(eyes.parameters(), lr=2e-3, weight_decay=0.01)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -452,6 +457,29 @@ def _batches(
         yield batch
 
 
+def load_adapter(eyes: Eyes, lora: nn.ParameterDict, path: Path) -> None:
+    """Start from an exported adapter: the reverse of :func:`export`.
+
+    The standardisation that `eyes` has is taken out of the exported weights again, so that one
+    learning rate fits all features.
+    """
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor.float() for name, tensor in load_file(str(path)).items()}
+    tower, projector = "model.vision_tower.", "model.multi_modal_projector."
+    with torch.no_grad():
+        weight = tensors[tower + "head.weight"]
+        eyes.head.weight.copy_(weight * eyes.deviation)  # type: ignore[operator]
+        eyes.head.bias.copy_(tensors[tower + "head.bias"] + weight @ eyes.mean)  # type: ignore
+        eyes.row.copy_(tensors[tower + "row_embedding"])
+        eyes.column.copy_(tensors[tower + "column_embedding"])
+        for name, layer in (("linear_1", eyes.linear_1), ("linear_2", eyes.linear_2)):
+            layer.weight.copy_(tensors[f"{projector}{name}.weight"])
+            layer.bias.copy_(tensors[f"{projector}{name}.bias"])
+        for name, parameter in lora.items():
+            parameter.copy_(tensors[f"lora.{name.replace('_', '.')}"])
+
+
 def export(learner: Learner, path: Path, metadata: dict[str, str]) -> None:
     """Write the trained part as bf16 safetensors, under the names of the built model."""
     from safetensors.torch import save_file
@@ -479,6 +507,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1800, help="least tokens per step")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--start", type=Path, help="adapter to go on from, instead of stage 1")
     args = parser.parse_args(argv)
 
     torch.set_flush_denormal(True)
@@ -494,7 +523,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     learner = Learner(args.seed)
     aligned = args.out / "align.pt"
-    if aligned.exists():
+    if args.start:
+        standardise(learner, random.Random(args.seed))
+        load_adapter(learner.eyes, learner.llama.lora, args.start)
+    elif aligned.exists():
         learner.eyes.load_state_dict(torch.load(aligned, weights_only=True))
     else:
         align(learner, random.Random(args.seed), args.align_steps, log)
