@@ -89,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
                     weights = (keys @ query[row, head, column] * 0.7).softmax(0)
                     assert torch.allclose(found[row, head, column], weights @ values, atol=1e-5)
 
-    @precondition(lambda self: all(self.columns))
+    @precondition(lambda self: all(self.images))
     @rule(layer=numbers, kind=st.sampled_from(["all", "same", "own"]), seed=seeds)
     def evict(self, layer, kind, seed):
         """``all`` heads keep the same tokens, the ``same`` number, or each its ``own``."""
@@ -120,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
                     del head[token]
         self.evicted = True
 
-    @precondition(lambda self: all(self.columns))
+    @precondition(lambda self: all(self.images))
     @rule(layer=numbers, seed=seeds)
     def drop(self, layer, seed):
         draw = random.Random(seed)
@@ -220,4 +220,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = examples(60)
+TestCacheMachine.settings = examples(35)
