@@ -41,6 +41,13 @@ def test_scores_by_the_elite(view, alpha):
     torch.testing.assert_close(found.double(), torch.tensor(score).double(), atol=1e-5, rtol=0)
 
 
+def test_the_last_text_token_tells_even_where_an_image_is_last():
+    view = make_view([3, (2, 3), 4, (2, 2)], sharp=3.0)
+    score, _ = reference(view, 0.5)
+    found = AirCache(alpha=0.5).score(view).token
+    torch.testing.assert_close(found.double(), torch.tensor(score).double(), atol=1e-5, rtol=0)
+
+
 def test_fewer_rows_than_all_observe():
     view = make_view([3, (3, 3), 9], sharp=3.0)
     assert 1 <= len(reference(view, 0.9)[1]) < len(reference(view, 0.0)[1]) == 9

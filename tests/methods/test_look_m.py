@@ -26,6 +26,23 @@ def test_recent_then_text_then_heavy(view, budget, recent):
         assert kept == sorted([*new, *words, *best(head, looks, rest - len(words))])
 
 
+def test_recent_is_a_share_of_the_budget_whatever_it_counts():
+    view = make_view([3, (2, 3), 1, (3, 4)])
+    method = LookM(of="visual", recent=0.25)
+    for head, kept in zip(method.score(view).token.tolist(), kept_by(method, view, 8), strict=True):
+        free = [j for j in range(20) if not view.layout.text[j]]
+        assert kept == sorted([0, 1, 2, 9, 20, 21, *best(head, free, 6)])
+
+
+def test_sums_go_on_over_turns():
+    carried = torch.rand(2, 12)
+    view = make_view([4, (2, 2), 4], rows=2, carried=carried)
+    alone = make_view([4, (2, 2), 4], rows=2)
+    scores = LookM().score(view)
+    torch.testing.assert_close(scores.token, LookM().score(alone).token + carried)
+    assert torch.equal(scores.carry, scores.token)
+
+
 def slow_merge(keys, values, kept, how):
     """One head's K and V ``[S, d]`` after merging, in loops."""
     gone = [j for j in range(len(keys)) if j not in kept]

@@ -129,6 +129,8 @@ def test_pyramid_falls_with_depth_and_scores_as_snapkv():
     assert line.layer_budgets(240, plain(4), [400] * 4) == [116, 78, 41, 5]
     even = PyramidKv(window=32, schedule="kvpress").layer_budgets(240, plain(4), [400] * 4)
     assert even == [60] * 4
+    # A budget that does not hold the windows: all layers alike.
+    assert PyramidKv(window=32).layer_budgets(80, plain(4), [400] * 4) == [20] * 4
     # Over visual tokens alone there is no window: r = 30, from 2 * 30 - 3 to 30 / 10.
     visual = PyramidKv(window=8, beta=10, of="visual")
     assert visual.layer_budgets(120, plain(4), [100] * 4) == [57, 39, 21, 3]
@@ -200,6 +202,21 @@ def test_ada_kv_of_visual_counts_only_those(view, budget, alpha):
     (heads,) = method.select([(view, scores)], budget)
     assert [kept.tolist() for kept in heads] == expected
     assert sum(not text[j] for kept in heads for j in kept.tolist()) == budget * view.kv_heads
+
+
+@pytest.mark.parametrize("budget", [2, 6, 20])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.6])
+def test_ada_kv_of_visual_between_an_even_and_a_sharp_head(alpha, budget):
+    view = make_view([5, (6, 6), 4], sharp=30.0, seed=1)
+    view.step_queries[:2] *= 0.0003
+    method = AdaKv(of="visual", window=2, kernel=1, alpha=alpha)
+    scores = method.score(view)
+    tiers = [127 if is_text else 0 for is_text in view.layout.text.tolist()]
+    kept = kept_by(method, view, budget)
+    assert kept == slow_ada(scores.token.tolist(), tiers, budget + 9, alpha)
+    if (alpha, budget) == (0.6, 20):
+        # The sharp head has few tokens that stand out, and what it gets in any case.
+        assert [len(tokens) for tokens in kept] == [2 * 29 - 17, int(0.6 * 29)]
 
 
 def test_ada_kv_over_groups_of_several_heads():

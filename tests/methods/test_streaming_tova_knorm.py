@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conduit_kv.errors import PlanError
-from conduit_kv.methods.evict import KNorm, StreamingLlm, Tova
+from conduit_kv.methods.evict import PROTECTED, KNorm, StreamingLlm, Tova
 from tests.methods.views import any_view, best, decode, dense, kept_by, make_view, step_views
 
 PARTS = [5, (3, 4), 6]
@@ -39,6 +39,7 @@ def test_tova_keeps_what_the_last_row_attends_to(view, budget):
     scores = Tova().score(view)
     torch.testing.assert_close(scores.token.double(), attention, atol=1e-6, rtol=0)
     last = view.size - 1
+    assert scores.tier.tolist() == [0] * last + [PROTECTED]
     expected = [last, *best(scores.token.tolist(), range(last), budget - 1)]
     assert kept_by(Tova(), view, budget) == [sorted(expected)]
 

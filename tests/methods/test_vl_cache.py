@@ -59,6 +59,14 @@ def test_a_tenth_is_recent(view, budget, recent):
         assert kept == sorted([*new, *others])
 
 
+def test_recent_is_a_share_of_the_budget_whatever_it_counts():
+    view = make_view([3, (2, 3), 1, (3, 4)])
+    method = VlCache(of="visual", recent=0.25)
+    for head, kept in zip(method.score(view).token.tolist(), kept_by(method, view, 8), strict=True):
+        free = [j for j in range(20) if not view.layout.text[j]]
+        assert kept == sorted([0, 1, 2, 9, 20, 21, *best(head, free, 6)])
+
+
 def test_dense_layers_get_more():
     views = [
         make_view([3, (4, 6), 8], layer=layer, sharp=sharp)
