@@ -18,6 +18,7 @@ from tests.contracts.helpers import (
     fingerprint,
     held,
     plain_logits,
+    same_held,
     tokens,
     turn,
     with_cache,
@@ -74,6 +75,7 @@ def test_settings_of_generate_that_leave_nothing_to_work_on(llava):
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"cache_implementation": "static"}, "StaticCache"),
         ({"cache_implementation": "quantized"}, "Cache"),
+        ({"cache_implementation": "offloaded"}, "DynamicCache"),
     ):
         said = pytest.raises((PlanError, ImportError), match=f"{match}|quanto|hqq")
         with said, compress(model, PLAN):
@@ -272,3 +274,78 @@ def test_a_layer_of_another_kind_is_named(llava):
     family = family_of(model)
     kinds = {family.layer_kind(family.text_model(model), layer) for layer in range(4)}
     assert kinds == {"sliding"}
+
+
+def test_a_cache_is_refused_by_the_plain_model(llava):
+    """A plain layer attends to what the cache returns, which is the new tokens alone."""
+    model, inputs = llava
+    for plan in ("full", PLAN):
+        cache = converse(model, plan, [inputs, tokens(70)]).cache
+        before = held(cache)
+        with pytest.raises(PlanError, match="only under it"):
+            model(**tokens(71), **with_cache(model, cache))
+        with pytest.raises(PlanError, match="only under it"):
+            ids = torch.cat([inputs["input_ids"], torch.tensor([[70, 71]])], dim=1)
+            model.generate(input_ids=ids, max_new_tokens=1, **with_cache(model, cache))
+        assert held(cache)[0][0].tolist() == before[0][0].tolist()
+        expected = converse(model, plan, [inputs, tokens(70), tokens(71)]).logits[-1:]
+        assert torch.equal(converse(model, plan, [tokens(71)], cache=cache).logits, expected)
+
+
+@pytest.mark.parametrize("plan", ["full", "tova:0.4", "ada-kv:0.4(window=4)"])
+def test_a_copied_cache_goes_its_own_way(llava, plan):
+    """``copy.deepcopy``, as Transformers' documentation has it for a prompt that is used again."""
+    model, inputs = llava
+    run = converse(model, plan, [inputs, tokens(70)])
+    twin = copy.deepcopy(run.cache)
+    converse(model, plan, [tokens(80), turn("llava", 1, first=False)], cache=twin)
+    expected = converse(model, plan, [inputs, tokens(70), tokens(71), tokens(72)])
+    again = converse(model, plan, [tokens(71), tokens(72)], cache=run.cache)
+    assert torch.equal(again.logits, expected.logits[-2:])
+    assert same_held(again.held, expected.held)
+
+
+def test_gradient_checkpointing_is_refused():
+    model = copy.deepcopy(tiny_model("llava")[0])
+    model.gradient_checkpointing_enable()
+    inputs = turn("llava", 1)
+    with compress(model, "full"):
+        found = model(**inputs).logits  # in evaluation it does nothing
+    assert error(found, plain_logits(tiny_model("llava")[0], inputs)) < TOLERANCE
+    model.train()
+    with pytest.raises(PlanError, match="gradient_checkpointing_disable"), compress(model, "full"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_padding_on_the_right(family):
+    """Rows of padding mean nothing; the others are what they are without it."""
+    model, _ = tiny_model(family)
+    inputs = turn(family, 1)
+    ids = inputs["input_ids"]
+    padded = {**inputs, "input_ids": torch.cat([ids, ids[:, :3] * 0 + 60], dim=1)}
+    padded["attention_mask"] = torch.cat([ids * 0 + 1, ids[:, :3] * 0], dim=1)
+    if "mm_token_type_ids" in inputs:
+        types = inputs["mm_token_type_ids"]
+        padded["mm_token_type_ids"] = torch.cat([types, types[:, :3] * 0], dim=1)
+    expected = converse(model, "tgv-kv:0.4", [inputs])
+    with torch.inference_mode(), compress(model, "tgv-kv:0.4") as run:
+        found = model(**padded).logits[0, : ids.shape[1]]
+    assert error(found, expected.logits) < TOLERANCE
+    assert same_held(held(run.cache), expected.held)
+    hole = torch.ones_like(ids)
+    hole[:, 3] = 0
+    refused(model, "between others", InputError, **inputs | {"attention_mask": hole})
+
+
+def test_a_model_whose_weights_are_moved_by_accelerate():
+    accelerate = pytest.importorskip("accelerate")
+    model = copy.deepcopy(tiny_model("qwen3-vl")[0])
+    inputs = turn("qwen3-vl", 1)
+    expected = converse(model, "tova:0.4", [inputs, tokens(70)])
+    accelerate.cpu_offload(model, execution_device="cpu")
+    before = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    moved = converse(model, "tova:0.4", [inputs, tokens(70)])
+    assert error(moved.logits, expected.logits) < TOLERANCE
+    assert same_held(moved.held, expected.held)
+    assert before == {name: vars(part).get("forward") for name, part in model.named_modules()}

@@ -54,6 +54,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kind = kind
         self.frozen: list[Segment] = []
         self.tail: DenseSegment | None = None
+        self._columns = 0  # written so far, padding included
 
     # -- Transformers' cache-layer contract --------------------------------------------------
 
@@ -64,7 +65,20 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the step's tokens; attention reads the segments, not what is returned."""
+        """Append the step's tokens; attention reads the segments, not what is returned.
+
+        Raises
+        ------
+        PlanError
+            If they were not announced: a plain model would attend to what is returned alone.
+        """
+        self._columns += key_states.shape[2]
+        if self._columns > self.progress.seen:
+            self._columns -= key_states.shape[2]
+            raise PlanError(
+                "this cache was made under compress() and can be continued only under it: run the "
+                "model inside a with block of the same plan"
+            )
         if self.tail is None:
             self.lazy_initialization(key_states, value_states)
         tail: DenseSegment = self.tail  # type: ignore[assignment]
@@ -82,6 +96,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.frozen, self.tail, self.is_initialized = [], None, False
+        self._columns = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx)
@@ -106,6 +121,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         self.check_crop(count)
         if count and self.tail is not None:
             self.tail.crop(count)
+            self._columns -= count
 
     def check_crop(self, count: int) -> None:
         """Raise PlanError if the last ``count`` tokens cannot be taken back."""
@@ -265,13 +281,14 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.keep(kept)
 
-    def snapshot(self) -> tuple[list[Segment], DenseSegment | None, int]:
+    def snapshot(self) -> tuple[list[Segment], DenseSegment | None, int, int]:
         """What :meth:`restore` needs to forget tokens appended from now on."""
-        return list(self.frozen), self.tail, 0 if self.tail is None else self.tail.length
+        length = 0 if self.tail is None else self.tail.length
+        return list(self.frozen), self.tail, length, self._columns
 
-    def restore(self, state: tuple[list[Segment], DenseSegment | None, int]) -> None:
+    def restore(self, state: tuple[list[Segment], DenseSegment | None, int, int]) -> None:
         """Go back to a :meth:`snapshot`."""
-        self.frozen, self.tail, length = state
+        self.frozen, self.tail, length, self._columns = state
         self.is_initialized = self.tail is not None
         if self.tail is not None:
             self.tail.crop(self.tail.length - length)
@@ -279,7 +296,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
     def share(self, other: VisualLayer, *, copy_tail: bool) -> None:
         """Hold what ``other`` holds. Without ``copy_tail`` nothing may be appended here."""
         self.frozen = list(other.frozen)
-        self.is_initialized = other.is_initialized
+        self.is_initialized, self._columns = other.is_initialized, other._columns
         if other.tail is not None:
             self.tail = other.tail.copy() if copy_tail else other.tail
 

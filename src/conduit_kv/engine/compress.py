@@ -228,6 +228,12 @@ class Run:
             raise PlanError("output_attentions=True needs T x T weights, which are never made")
         if isinstance(kwargs.get("output_hidden_states"), list | tuple | set):
             raise PlanError("output_hidden_states=True gives all layers under a plan: take some")
+        layers = self.family.layers(self.family.text_model(self.model))
+        if any(getattr(x, "gradient_checkpointing", False) and x.training for x in layers):
+            raise PlanError(
+                "gradient checkpointing runs layers without a cache: call "
+                "model.gradient_checkpointing_disable(), or train without a plan"
+            )
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise PlanError("pass a 2-d attention_mask (1 for tokens, 0 for padding)")
@@ -242,7 +248,8 @@ class Run:
                     "continue it under its own plan"
                 )
             return given
-        if given is None or (isinstance(given, DynamicCache) and given.get_seq_length() == 0):
+        plain = type(given) is DynamicCache and not given.offloading
+        if given is None or (plain and given.get_seq_length() == 0):
             return self.new_cache()
         raise PlanError(
             f"a {type(given).__name__} of the caller's cannot be used under compress(): leave the "
@@ -265,6 +272,12 @@ class Run:
         valid = mask[:, -columns:].bool().cpu()
         if not bool(valid.any(1).all()):
             raise InputError("a sequence of the batch has no token at all: drop it")
+        starts = valid[:, 0].int() + (valid[:, 1:] & ~valid[:, :-1]).sum(1)
+        if bool((starts > 1).any()):
+            raise InputError(
+                "attention_mask hides tokens between others: pad at the sides, and leave out of "
+                "the prompt what is not to be seen"
+            )
         return valid
 
     def _check_pixels(self, rows: list[Tensor], visual: Mapping[str, Any]) -> None:
