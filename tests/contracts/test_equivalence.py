@@ -76,6 +76,33 @@ def test_a_batch_on_the_variants_of_families(name):
     check_batch(name, "h2o:0.4(heads=all)")
 
 
+@pytest.mark.parametrize(("family", "method"), sampled(2))
+def test_a_conversation_in_a_batch_equals_its_sequences_one_by_one(family, method):
+    """Turns of different lengths are padded on the left, each by itself."""
+    model, _ = tiny_model(family)
+    plan = plan_of(method, 0.4)
+    first, firsts = batch_and_singles(family, (1, 0, 2))
+    second, seconds = batch_and_singles(family, (0, 2, 1))
+    answer = [torch.tensor([[70 + row] for row in range(3)]) + 3 * n for n in range(2)]
+
+    def steps(turns, rows):
+        ids = [{"input_ids": token[rows]} for token in answer]
+        return [turns[0], *ids, turns[1], *ids]
+
+    logits = []
+    with as_it_was(model), compress(model, plan) as run:
+        cache = run.new_cache()
+        for step in steps((first, second), [0, 1, 2]):
+            logits.append(model(**step, **with_cache(model, cache)).logits[:, -1])
+    for row, turns in enumerate(zip(firsts, seconds, strict=True)):
+        alone = converse(model, plan, steps(turns, [row]))
+        assert same_held(held(cache, row), alone.held)
+        last = [step.stop - 1 for step in alone.steps]
+        assert error(torch.stack([each[row] for each in logits]), alone.logits[last]) < TOLERANCE
+        ours, theirs = cache.progress.position_ids(row), alone.cache.progress.position_ids(0)
+        assert torch.equal(ours, theirs)
+
+
 @examples(12)
 @given(
     family=st.sampled_from(FAMILY_NAMES),

@@ -57,3 +57,26 @@ def test_sliding_layers_keep_their_window_and_all_their_tokens(name, method):
         if layer.kind == "sliding":
             assert all(len(head) == run.cache.get_seq_length() for head in kept)
     assert any("were left alone" in note or "nothing evicted" in note for note in run.notes)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3-vl", "idefics3"])
+def test_merged_keys_and_values_lie_in_the_cache(family):
+    """LOOK-M: each evicted token is averaged into the kept one of the most similar key."""
+    model, _ = tiny_model(family)
+    inputs = turn(family, 2)
+    whole = converse(model, "full", [inputs]).cache
+    merged = converse(model, "look-m:0.4", [inputs]).cache
+    for layer, (all_of_it, left) in enumerate(zip(whole, merged, strict=True)):
+        for head in range(left.kv_heads):
+            _, keys, values = all_of_it.read(0, [head])
+            keys, values = keys[0], values[0]
+            kept, new_keys, new_values = left.read(0, [head])
+            gone = [token for token in range(len(keys)) if token not in set(kept.tolist())]
+            nearest: dict[int, list[int]] = {token: [token] for token in kept.tolist()}
+            for token in gone:
+                likeness = torch.cosine_similarity(keys[token][None], keys[kept], dim=-1)
+                nearest[int(kept[likeness.argmax()])].append(token)
+            assert any(len(members) > 1 for members in nearest.values()), layer
+            for at, members in enumerate(nearest.values()):
+                assert torch.allclose(new_keys[0, at], keys[members].mean(0), atol=1e-5)
+                assert torch.allclose(new_values[0, at], values[members].mean(0), atol=1e-5)
