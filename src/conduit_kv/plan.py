@@ -120,7 +120,7 @@ def _method(text: str) -> Method:
         raise PlanError(f"cannot read {text!r}: the method's name is missing")
     method = find(name)
     options = _options(text, inside[1:-1]) if inside is not None else {}
-    if "keep" in options and _takes_keep(method):
+    if "keep" in options:
         if "budget" in options:
             raise PlanError(f"{text!r} sets keep and budget, which are the same: leave one out")
         options["budget"] = options.pop("keep")
@@ -138,10 +138,6 @@ def _method(text: str) -> Method:
     for key, value in options.items():
         values[key] = read_field(method, key, value)
     return method(**values)
-
-
-def _takes_keep(method: type[Method]) -> bool:
-    return "keep" not in method.__dataclass_fields__
 
 
 def _budget(name: str, text: str) -> Budget:

@@ -189,6 +189,26 @@ def test_cover_zero_is_no_cover_and_cover_one_ignores_the_score(method, view, bu
 
 
 @each
+def test_images_share_what_is_kept_of_them(method):
+    view = make_view([5, (4, 5), 2, (2, 5), 3, (2, 5), 8], sharp=4.0)
+    plain = method.replace(per="sequence", of="visual")
+    shared = method.replace(per="image", of="visual")
+    scores = method.score(view)
+    for kept in shared.select([(view, scores)], 12)[0]:
+        counts = view.layout.counts(kept)
+        # Ada-KV's heads keep different numbers; 20, 10 and 10 tokens share each in proportion.
+        exact = [sum(counts) * part for part in (0.5, 0.25, 0.25)]
+        assert all(abs(c - e) < 1 for c, e in zip(counts, exact, strict=True))
+    if method.name != "uniform":
+        uneven = plain.select([(view, scores)], 12)[0]
+        assert any(
+            abs(c - 12 * part) >= 1
+            for kept in uneven
+            for c, part in zip(view.layout.counts(kept), (0.5, 0.25, 0.25), strict=True)
+        )
+
+
+@each
 @given(view=any_view())
 def test_order_of_heads_in_a_group_does_not_matter(method, view):
     group = view.heads // view.kv_heads

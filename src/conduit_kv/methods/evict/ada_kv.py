@@ -58,7 +58,7 @@ class AdaKv(SnapKv):
                 scores.append(head)
                 tiers.append(tier)
                 sure.append(min(safe, view.size))
-                places += min(mine, view.size)
+                places += mine
         counts = _share_places(places, orders, scores, tiers, sure)
         chosen, first = [], 0
         for view, given in groups:
