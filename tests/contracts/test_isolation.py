@@ -299,6 +299,8 @@ def test_a_failing_decoding_step_is_undone_or_the_cache_says_so(plan, layer):
         for ids in (tokens(71), tokens(71, 72), tokens(71)):
             with pytest.raises(InputError, match="start from a new prefill"):
                 converse(model, plan, [ids], cache=run.cache)
+        with pytest.raises(InputError, match="start from a new prefill"):
+            run.cache.fork()
     else:
         again = converse(model, plan, [tokens(71)], cache=run.cache)
         assert torch.equal(again.logits, expected.logits[-1:])

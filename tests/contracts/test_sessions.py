@@ -94,6 +94,9 @@ def test_later_turns_equal_the_same_prompt_at_once(name, images):
         at = vlm.rows[firsts[turn]].stop - 1
         greedy = expected[at : at + len(reply.tokens)].argmax(-1)
         assert greedy.tolist() == list(reply.tokens)
+        said = session.state.ids[at + 1 : at + 1 + len(reply.tokens)]
+        assert said == list(reply.tokens)[: len(said)]  # the newest token has not run yet
+        assert turn == 2 or len(said) == len(reply.tokens)
     family = family_of(vlm.model)
     layout = family.layouts(vlm.model, [whole["input_ids"][0]], whole)[0]
     ours = cache.progress.layouts[0]

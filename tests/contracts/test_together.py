@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conduit_kv import VLM, PlanError
+from conduit_kv import VLM, InputError, PlanError
 from conduit_kv.engine.request import JoinedCache
 from conduit_kv.plan import Plan
 from tests.contracts.helpers import (
@@ -147,6 +147,14 @@ def test_caches_of_batches_cannot_be_joined():
         JoinedCache([run.cache])
     with pytest.raises(PlanError, match="at least one"):
         JoinedCache([])
+    vlm = vlm_of("llava")
+    state = vlm.prefill(turn("llava", 1))
+    with pytest.raises(PlanError, match="named twice"):
+        vlm.step([state, state], [70, 71])
+    with pytest.raises(InputError, match="one prompt"):
+        vlm.prefill(inputs)
+    with pytest.raises(InputError, match="one prompt"):
+        vlm.extend(state, {name: value[1:] for name, value in inputs.items() if "pix" not in name})
 
 
 # -- forks -----------------------------------------------------------------------------------------

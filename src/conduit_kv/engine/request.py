@@ -113,6 +113,7 @@ class RequestCache(VisualCache):
         eviction : Eviction or None
             A watcher of this cache: it is finished on the fork.
         """
+        self.check_usable()
         other = RequestCache(self.kinds, plan or self.plan)
         other.progress = self.progress.copy()
         for mine, its in zip(self.layers, other.layers, strict=True):
@@ -190,6 +191,8 @@ class JoinedCache(Cache):  # type: ignore[misc]
     def __init__(self, members: Sequence[RequestCache]) -> None:
         if not members or any(member.progress.batch != 1 for member in members):
             raise PlanError("join caches of one sequence each, at least one")
+        if len({id(member) for member in members}) < len(members):
+            raise PlanError("a request is named twice: fork() its cache to decode it in two ways")
         self.members = list(members)
         super().__init__(
             layers=[

@@ -213,7 +213,12 @@ class Runner:
     def _run(
         self, run: Run, cache: RequestCache, inputs: Mapping[str, Any], seen: list[int]
     ) -> State:
-        ids = inputs["input_ids"]
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        if len(ids) != 1 or (mask is not None and not bool(mask.all())):
+            raise InputError(
+                f"one prompt without padding at a time, not {len(ids)}: decode_together() runs "
+                "several, and compress() takes a padded batch"
+            )
         self.check_length(len(seen) + ids.shape[1])
         arguments = {name: value for name, value in inputs.items() if name != "attention_mask"}
         start = time.perf_counter()
