@@ -582,7 +582,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda caught, frame: stop.append(caught))
     losses: list[float] = []
-    for batch in _batches(learner, rng, progress, args.tokens):
+
+    def stage() -> float:
+        """What the mixture of samples goes by: who goes on from an adapter is past the start."""
+        return 0.5 + 0.5 * progress() if args.start else progress()
+
+    for batch in _batches(learner, rng, stage, args.tokens):
         done = progress()
         if done >= 1.0 or stop:
             break

@@ -152,6 +152,7 @@ def make_board(
     style: Style = "dense",
     split: Split = "train",
     count: tuple[int, int] | None = None,
+    palette: tuple[int, int] | None = None,
 ) -> Board:
     """Draw a board's content.
 
@@ -166,6 +167,8 @@ def make_board(
         least one.
     count : (int, int), optional
         Other limits for the number of pictures.
+    palette : (int, int), optional
+        Draw from only this many colours and kinds, so that many things repeat.
 
     Returns
     -------
@@ -177,14 +180,17 @@ def make_board(
     # Counting is only a question where things repeat: one group shares a kind, one a colour.
     same_kind = rng.choice((1, 1, 2, 3, 4))
     same_colour = rng.choice((1, 2, 3, 4))
-    group_kind, group_colour = rng.choice(list(KINDS)), rng.choice(list(COLOURS))
+    colours, kinds = list(COLOURS), list(KINDS)
+    if palette:
+        colours, kinds = rng.sample(colours, palette[0]), rng.sample(kinds, palette[1])
+    group_kind, group_colour = rng.choice(kinds), rng.choice(colours)
     taken: set[tuple[str, str]] = set()
     pictures: list[Picture] = []
     for number, (row, column) in enumerate(cells):
         wanted = split == "test" and (number == 0 or rng.random() < 0.5)
         colour, kind = "", ""
         for attempt in range(400):
-            colour, kind = rng.choice(list(COLOURS)), rng.choice(list(KINDS))
+            colour, kind = rng.choice(colours), rng.choice(kinds)
             if attempt < 200 and number < same_kind:
                 kind = group_kind
             elif attempt < 200 and number < same_kind + same_colour:
