@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,15 +146,13 @@ def share_out(
     def filled(level: float) -> float:
         return sum(min(max(level * w, at_least), at_most) for w, at_least, at_most in limits)
 
-    lower, upper = 0.0, 1.0
-    while filled(upper) < total:
-        upper *= 2
-    for _ in range(200):
-        middle = (lower + upper) / 2
-        if not lower < middle < upper:
-            break
-        lower, upper = (middle, upper) if filled(middle) < total else (lower, middle)
-    exact = [min(max(upper * weight[i], low[i]), most[i]) for i in layers]
+    # What is filled grows piecewise linearly: find the piece, then the level within it.
+    bends = sorted({limit / w for w, *both in limits for limit in both})
+    piece = bisect.bisect_left(bends, float(total), key=filled)
+    below, above = bends[piece - 1] if piece else 0.0, bends[piece]
+    steps = filled(above) - filled(below)
+    level = above - (above - below) * (filled(above) - total) / steps if steps else above
+    exact = [min(max(level * weight[i], low[i]), most[i]) for i in layers]
     counts = largest_remainder(exact, total)
     # Rounding up may pass a layer's limit by one; give that token to the next layer with room.
     for i in layers:

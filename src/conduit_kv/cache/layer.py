@@ -222,15 +222,16 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         rows: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for row, heads in enumerate(kept):
             parts = []
-            for head in range(self.kv_heads):
-                tokens = heads[0 if len(heads) == 1 else head]
-                held, keys, values = self.read(row, [head])
+            alike = len(heads) == 1 and self.heads_agree(row)
+            for group in self._head_groups(alike):
+                tokens = heads[0 if len(heads) == 1 else group[0]]
+                held, keys, values = self.read(row, group)
                 if changed and row in changed:
-                    keys, values = (x[head : head + 1] for x in changed[row])
+                    keys, values = (x[group] for x in changed[row])
                 at = torch.searchsorted(held, tokens).to(keys.device)
-                parts.append(
-                    (keys[0][at], values[0][at], tokens.to(keys.device, dtype=torch.int32))
-                )
+                keys, values = keys.index_select(1, at), values.index_select(1, at)
+                tokens = tokens.to(keys.device, dtype=torch.int32)
+                parts += [(k, v, tokens) for k, v in zip(keys, values, strict=True)]
             rows.append(parts)
         if any(len({len(part[2]) for part in parts}) > 1 for parts in rows):
             self.frozen = [RaggedSegment(rows)]
@@ -238,6 +239,11 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             self.frozen = []
             self.tail = self._dense(rows, agree, tail)
+
+    def _head_groups(self, alike: bool) -> list[list[int]]:
+        """All KV heads together if they are alike, else one by one."""
+        heads = list(range(self.kv_heads))
+        return [heads] if alike else [[head] for head in heads]
 
     def _dense(
         self, rows: list[list[tuple[Tensor, Tensor, Tensor]]], agree: bool, like: DenseSegment
