@@ -52,8 +52,12 @@ class Ages(EvictMethod):
     def score(self, view: LayerView) -> Scores:
         return self._scores(view)
 
-    def score_step(self, view: LayerView) -> Scores | None:
-        return self._scores(view) if self.decode else None
+    @property
+    def scores_steps(self) -> bool:
+        return self.decode
+
+    def score_step(self, view: LayerView) -> Scores:
+        return self._scores(view)
 
 
 def ages(cache, row=0) -> list[list[dict[int, int]]]:

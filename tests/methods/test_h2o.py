@@ -104,7 +104,7 @@ def test_decode_drops_the_smallest_sum_that_is_not_recent():
 
 def test_options():
     view = make_view(PARTS, rows=1)
-    assert H2O(10, decode="off").score_step(view) is None
+    assert not H2O(10, decode="off").scores_steps
     # Visual tokens alone never grow in decoding, but the sums go on.
     step = H2O(10, of="visual").score_step(view)
     assert (step.tier == 127).all() and float(step.carry.sum()) == pytest.approx(2, abs=1e-5)

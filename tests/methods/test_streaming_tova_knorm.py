@@ -26,9 +26,8 @@ def test_streaming_slides_in_decoding():
     trace = decode(StreamingLlm(10), step_views(PARTS, 8), make_view(PARTS), 8)
     for step, (_, _, held) in enumerate(trace):
         assert held.tolist() == [0, 1, 2, 3, *range(18 + step, 24 + step)]
-    view = make_view(PARTS, rows=1)
-    assert StreamingLlm(10, decode="off").score_step(view) is None
-    assert StreamingLlm(10, of="visual").score_step(view) is None
+    assert not StreamingLlm(10, decode="off").scores_steps
+    assert not StreamingLlm(10, of="visual").scores_steps
     with pytest.raises(PlanError, match="negative"):
         StreamingLlm(10, sinks=-1)
 
@@ -54,9 +53,8 @@ def test_tova_goes_on_in_decoding():
         gone = best((-attention).tolist(), range(before - 1), 1)
         assert after.tolist() == [j for i, j in enumerate(now.tolist()) if i not in gone]
         held = after
-    view = make_view(PARTS, rows=1)
-    assert Tova(10, decode="off").score_step(view) is None
-    assert Tova(10, of="visual").score_step(view) is None
+    assert not Tova(10, decode="off").scores_steps
+    assert not Tova(10, of="visual").scores_steps
 
 
 @given(any_view(), st.integers(0, 40))
@@ -66,4 +64,4 @@ def test_knorm_keeps_small_keys_of_each_head(view, budget):
         norms = [sum(float(x) ** 2 for x in key) ** 0.5 for key in keys]
         assert kept == sorted(best([-n for n in norms], range(view.size), budget))
     assert len(heads) == view.kv_heads
-    assert KNorm().score_step(view) is None
+    assert not KNorm().scores_steps

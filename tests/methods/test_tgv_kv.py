@@ -226,9 +226,8 @@ def _granted(method, start):
 
 
 def test_decode_off_and_visual_budgets_evict_nothing():
-    view = make_view([5, (2, 2), 3], rows=1)
-    assert TgvKv(0.5, decode="off").score_step(view) is None
-    assert TgvKv(0.5, of="visual").score_step(view) is None
+    assert not TgvKv(0.5, decode="off").scores_steps
+    assert not TgvKv(0.5, of="visual").scores_steps
     assert TgvKv(0.5).step_drops(3) == 3
     assert TgvKv(0.5, decode="public").step_drops(3) == 1
     assert TgvKv(0.5, decode="public").step_drops(0) == 0

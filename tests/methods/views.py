@@ -135,15 +135,14 @@ def decode(
         view = views(held, carry[held][None])
         found = method.score_step(view)
         before, target = len(held), method.budget.target(granted, then, now)
-        if found is not None:
-            if found.carry is not None:
-                carry[held] = found.carry[0]
-            tier = found.tier if found.tier is not None else torch.zeros(before, dtype=torch.int8)
-            token = found.token if found.token.dim() == 1 else found.token.mean(0)
-            free = int((tier != PROTECTED).sum())
-            count = min(method.step_drops(max(before - target, 0)), free)
-            order = ranking(token, tier)
-            held = held[torch.sort(order[: before - count]).values]
+        if found.carry is not None:
+            carry[held] = found.carry[0]
+        tier = found.tier if found.tier is not None else torch.zeros(before, dtype=torch.int8)
+        token = found.token if found.token.dim() == 1 else found.token.mean(0)
+        free = int((tier != PROTECTED).sum())
+        count = min(method.step_drops(max(before - target, 0)), free)
+        order = ranking(token, tier)
+        held = held[torch.sort(order[: before - count]).values]
         trace.append((before, target, held))
     return trace
 

@@ -58,8 +58,8 @@ class RequestCache(VisualCache):
     @property
     def scores_steps(self) -> bool:
         """Whether decoded tokens are to be scored."""
-        scores = type(self.eviction.method).score_step is not EvictMethod.score_step
-        return scores and self.eviction.active and bool(self.eviction.budgets)
+        eviction = self.eviction
+        return eviction.method.scores_steps and eviction.active and bool(eviction.budgets)
 
     def take_in(self, embeddings: Tensor) -> None:
         """Before the first layer of a step that may bring images: ``[B, n, hidden]``."""

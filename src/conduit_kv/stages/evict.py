@@ -210,8 +210,6 @@ class Eviction:
             return none
         (view,) = self._views(layer, row, query, scaling)
         scores = self.method.score_step(view)
-        if scores is None:
-            return none
         self.decided_at = self.cache.progress.seen
         excess = view.size - target
         if excess <= 0:

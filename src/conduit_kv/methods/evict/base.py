@@ -93,12 +93,14 @@ class EvictMethod(Method):
         Scores do not depend on ``budget``, so that one scoring serves plans that differ in it.
         """
 
-    def score_step(self, view: LayerView) -> Scores | None:
-        """Score the candidates after one decoded token; None: evict nothing in decoding.
+    @property
+    def scores_steps(self) -> bool:
+        """Whether decoded tokens are scored, by :meth:`score_step`."""
+        return False
 
-        With ``of="visual"`` text is not counted, so that decoding has nothing to evict.
-        """
-        return None
+    def score_step(self, view: LayerView) -> Scores:
+        """Score the candidates after one decoded token."""
+        raise NotImplementedError(f"{self.name} evicts nothing in decoding")
 
     def step_drops(self, excess: int) -> int:
         """How many tokens may go in one decoding step when a layer is ``excess`` over its share."""

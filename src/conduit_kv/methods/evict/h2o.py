@@ -71,9 +71,11 @@ class H2O(EvictMethod):
         tier, total = super()._counted(view, scores, budget)
         return newest(tier, int(self.recent * budget), 1), total
 
-    def score_step(self, view: LayerView) -> Scores | None:
-        if self.decode == "off":
-            return None
+    @property
+    def scores_steps(self) -> bool:
+        return self.decode != "off"
+
+    def score_step(self, view: LayerView) -> Scores:
         sums = carried(view) + view.group_mean(view.newest_attention()).cpu()
         # Over its visual tokens alone a layer never grows; the sums go on all the same.
         level = PROTECTED if self.of == "visual" else 0

@@ -48,7 +48,10 @@ class StreamingLlm(EvictMethod):
         level = torch.zeros(view.size, dtype=torch.int8)
         return Scores(view.index.float(), at_least(level, view.index < self.sinks, PROTECTED))
 
-    def score_step(self, view: LayerView) -> Scores | None:
-        if self.decode == "off" or self.of == "visual":
-            return None
+    @property
+    def scores_steps(self) -> bool:
+        # Over its visual tokens alone a layer never grows.
+        return self.decode != "off" and self.of == "prompt"
+
+    def score_step(self, view: LayerView) -> Scores:
         return self.score(view)

@@ -141,9 +141,12 @@ class TgvKv(EvictMethod):
             for share, length, floor in zip(shares, most, self._floors(most), strict=True)
         ]
 
-    def score_step(self, view: LayerView) -> Scores | None:
-        if self.decode == "off" or self.of == "visual":
-            return None
+    @property
+    def scores_steps(self) -> bool:
+        # Over its visual tokens alone a layer never grows.
+        return self.decode != "off" and self.of == "prompt"
+
+    def score_step(self, view: LayerView) -> Scores:
         attention = view.newest_attention().mean(0).cpu()
         tier = sinks_and_last(view, torch.zeros(view.size, dtype=torch.int8))
         carry = carried(view)[:1]

@@ -44,7 +44,10 @@ class Tova(EvictMethod):
         attention = view.newest_attention().mean(0).cpu()
         return Scores(attention, newest(torch.zeros(view.size, dtype=torch.int8), 1, PROTECTED))
 
-    def score_step(self, view: LayerView) -> Scores | None:
-        if self.decode == "off" or self.of == "visual":
-            return None
+    @property
+    def scores_steps(self) -> bool:
+        # Over its visual tokens alone a layer never grows.
+        return self.decode != "off" and self.of == "prompt"
+
+    def score_step(self, view: LayerView) -> Scores:
         return self.score(view)
