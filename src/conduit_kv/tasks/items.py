@@ -38,7 +38,8 @@ class Item:
         Unique within a task, split and seed.
     kind : str
         ``what``, ``where``, ``how-many``, ``left-of``, ``list``, ``which-image``, ``image-what``,
-        ``image-where`` or ``easy-vqa``.
+        ``image-where``, ``which-images``, ``where-both``, ``when``, ``before``, ``how-often`` or
+        ``easy-vqa``.
     sources : tuple of Board or Path
         What the images are drawn or read from; equal sources are equal pixels.
     question, answer : str
@@ -47,6 +48,8 @@ class Item:
         Question and right answer of the turn before, for follow-ups.
     max_new_tokens : int
         Enough for any right answer and its end mark.
+    gold : tuple of int
+        Images, from 0, in which the answer lies, where that is a question (one of several images).
     """
 
     id: str
@@ -56,6 +59,7 @@ class Item:
     answer: str
     first: tuple[str, str] | None = None
     max_new_tokens: int = 16
+    gold: tuple[int, ...] = ()
 
     @property
     def images(self) -> tuple[Image.Image, ...]:

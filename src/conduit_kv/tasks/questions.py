@@ -20,17 +20,22 @@ __all__ = [
     "count_kinds",
     "how_many_colour",
     "how_many_kind",
+    "how_often",
     "image_how_many",
     "image_what",
     "image_where",
     "is_there",
+    "just_before",
     "left_of",
     "list_all",
     "parse_list",
     "places_all",
     "what",
     "where",
+    "where_both",
+    "which_frame",
     "which_image",
+    "which_images",
 ]
 
 NOTHING = "nothing"
@@ -162,3 +167,33 @@ def image_how_many(number: int, colour: str, board: Board) -> QA:
     answer = how_many_colour(colour, board).answer
     question = f"In image {number}, how many {colour} pictures are there?"
     return QA("image-how-many", question, answer)
+
+
+def which_images(pictures: Sequence[Picture], places: Sequence[int]) -> QA:
+    """In which images each of several pictures is; `places` count from 0, in the same order."""
+    names = " and the ".join(picture.name for picture in pictures)
+    answer = " and ".join(f"image {place + 1}" for place in places)
+    return QA("which-images", f"In which images are the {names}?", answer)
+
+
+def where_both(pictures: Sequence[Picture]) -> QA:
+    """In which cells several pictures of different images are."""
+    names = " and the ".join(picture.name for picture in pictures)
+    return QA("where-both", f"Where are the {names}?", "; ".join(p.place for p in pictures))
+
+
+def which_frame(name: str, number: int) -> QA:
+    """In which frame of a film a picture is that is in one only; frames count from 1."""
+    return QA("when", f"In which image is the {name}?", f"image {number}")
+
+
+def just_before(name: str, picture: Picture) -> QA:
+    """What was in a cell in the frame before something came."""
+    place = f"row {picture.row}, column {picture.column}"
+    question = f"In the image before the {name} appears, what is in {place}?"
+    return QA("before", question, picture.name)
+
+
+def how_often(name: str, times: str) -> QA:
+    """How many times something came."""
+    return QA("how-often", f"How many times does the {name} appear?", times)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from conduit_kv.errors import InputError
+from conduit_kv.tasks import needles
 from conduit_kv.tasks import questions as ask
 from conduit_kv.tasks.items import Item, exact_match, list_f1
 from conduit_kv.tasks.questions import QA
@@ -21,9 +22,17 @@ from conduit_kv.tasks.scenes import Board, Picture, Split, Style, held_out, make
 __all__ = ["POOL_SIZE", "Protocol", "Task", "get_task", "task_names"]
 
 Protocol = Literal["short", "late", "follow-up", "list"]
+Base = Literal["board", "haystack", "needle", "multi-needle", "video", "easy-vqa"]
 
 POOL_SIZE = 400
 _KINDS = ("what", "where", "how-many", "left-of")
+_NEEDLE_KINDS = {
+    "needle": ("which-image", "where", "left-of"),
+    "multi-needle": ("which-images", "where-both"),
+    "video": ("when", "before", "how-often"),
+}
+_MANY = 256
+"""Most images of a needle or frames of a film: the pool has enough boards without a kind."""
 _SHORT, _LONG = 16, 128
 # Bare guessing must not pay: an empty neighbour is the answer to one left-of question in seven.
 _NOTHING_SHARE = 0.15
@@ -143,18 +152,23 @@ class Task:
         short: ask and answer. late: what is evicted or held is decided before the assistant's turn
         begins, so that the answer comes from what was kept. follow-up: the item has a question
         before, and what is evicted is decided after that. list: a long answer.
-    base : {"board", "haystack", "easy-vqa"}
+    base : {"board", "haystack", "needle", "multi-needle", "video", "easy-vqa"}
+        needle: like haystack, but found by its content alone; multi-needle: in two images. video:
+        the frames of a film.
     style : {"dense", "sparse"}
         Of boards.
     images : int
         Images per item.
+    distractors : bool
+        Whether other images of a needle task show the same kind of thing.
     """
 
     name: str
     protocol: Protocol
-    base: Literal["board", "haystack", "easy-vqa"]
+    base: Base
     style: Style = "dense"
     images: int = 1
+    distractors: bool = False
 
     def items(self, n: int, seed: int = 0, split: Split = "test") -> list[Item]:
         """The first `n` items of a seed.
@@ -185,7 +199,8 @@ class Task:
             raise InputError(f"the number of items cannot be negative, and is {n}")
         if self.base == "easy-vqa":
             return self._easy_vqa_items(n, seed, split)
-        make = self._board_item if self.base == "board" else self._haystack_item
+        makers = {"board": self._board_item, "haystack": self._haystack_item}
+        make = makers.get(self.base, self._needle_item)
         return [make(number, seed, split) for number in range(n)]
 
     def score(self, answer_text: str, item: Item) -> float:
@@ -226,7 +241,22 @@ class Task:
             if before is not None:
                 first = (before.question, before.answer)
         label = f"haystack-{self.images}-{split}-{seed}-{number}"
-        return Item(label, qa.kind, tuple(boards), qa.question, qa.answer, first, _SHORT)
+        return Item(
+            label, qa.kind, tuple(boards), qa.question, qa.answer, first, _SHORT, (place,)
+        )  # fmt: skip
+
+    def _needle_item(self, number: int, seed: int, split: Split) -> Item:
+        label = f"{self.name}-{split}-{seed}-{number}"
+        kinds = _NEEDLE_KINDS[self.base]
+        kind, rng = kinds[number % len(kinds)], random.Random(label)
+        if self.base == "video":
+            return needles.film_item(rng, label, self.images, split, kind)
+        pool = _pool(split)
+        if self.base == "multi-needle":
+            return needles.multi_needle_item(rng, label, pool, self.images, split, kind)
+        return needles.needle_item(
+            rng, label, pool, self.images, split, kind, distractors=self.distractors
+        )
 
     def _easy_vqa_items(self, n: int, seed: int, split: Split) -> list[Item]:
         folder, rows = _easy_vqa(split)
@@ -256,9 +286,21 @@ _FIXED: dict[str, Task] = {
 _FIXED["easy-vqa"] = Task("easy-vqa", "short", "easy-vqa")
 
 
+_FORMS: dict[str, tuple[Base, Protocol, bool, int, int]] = {
+    "haystack-N": ("haystack", "short", False, 1, POOL_SIZE),
+    "haystack-N-late": ("haystack", "late", False, 1, POOL_SIZE),
+    "haystack-N-follow-up": ("haystack", "follow-up", False, 2, POOL_SIZE),
+    "needle-N": ("needle", "short", False, 1, _MANY),
+    "needle-N-distractors": ("needle", "short", True, 2, _MANY),
+    "multi-needle-N": ("multi-needle", "short", False, 2, _MANY),
+    "video-N": ("video", "short", False, needles.LEAST_FRAMES, _MANY),
+}
+"""Tasks of any number of images: base, protocol, distractors, fewest and most images."""
+
+
 def task_names() -> list[str]:
     """Names that :func:`get_task` knows; N stands for a number of images."""
-    return [*_FIXED, "haystack-N", "haystack-N-late", "haystack-N-follow-up"]
+    return [*_FIXED, *_FORMS]
 
 
 def get_task(name: str) -> Task:
@@ -280,16 +322,14 @@ def get_task(name: str) -> Task:
     """
     if name in _FIXED:
         return _FIXED[name]
-    match = re.fullmatch(r"haystack-(\d+)(-late|-follow-up)?", name)
-    if match is None:
+    number = re.search(r"-(\d+)(?=-|$)", name)
+    form = name if number is None else name.replace(number.group(), "-N", 1)
+    if number is None or form not in _FORMS:
         raise InputError(f"unknown task {name!r}; known are {', '.join(task_names())}")
-    images = int(match.group(1))
-    least = 2 if match.group(2) == "-follow-up" else 1
-    if not least <= images <= POOL_SIZE:
+    base, protocol, distractors, least, most = _FORMS[form]
+    images = int(number.group(1))
+    if not least <= images <= most:
         raise InputError(
-            f"{name}: the number of images is {least} to {POOL_SIZE} (the boards of the pool)"
+            f"{name}: the number of images is {least} to {most} (the boards of the pool)"
         )
-    protocols: dict[str | None, Protocol] = {
-        None: "short", "-late": "late", "-follow-up": "follow-up"
-    }  # fmt: skip
-    return Task(name, protocols[match.group(2)], "haystack", "dense", images)
+    return Task(name, protocol, base, "dense", images, distractors)
