@@ -469,8 +469,8 @@ def load_adapter(eyes: Eyes, lora: nn.ParameterDict, path: Path) -> None:
     tower, projector = "model.vision_tower.", "model.multi_modal_projector."
     with torch.no_grad():
         weight = tensors[tower + "head.weight"]
-        eyes.head.weight.copy_(weight * eyes.deviation)  # type: ignore[operator]
-        eyes.head.bias.copy_(tensors[tower + "head.bias"] + weight @ eyes.mean)  # type: ignore
+        eyes.head.weight.copy_(weight * eyes.deviation)
+        eyes.head.bias.copy_(tensors[tower + "head.bias"] + weight @ eyes.mean)
         eyes.row.copy_(tensors[tower + "row_embedding"])
         eyes.column.copy_(tensors[tower + "column_embedding"])
         for name, layer in (("linear_1", eyes.linear_1), ("linear_2", eyes.linear_2)):

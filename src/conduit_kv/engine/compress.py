@@ -44,7 +44,7 @@ def unwrap(model: Any) -> PreTrainedModel:
     _refuse_compiled(model)
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _refuse_compiled(model: nn.Module) -> None:
