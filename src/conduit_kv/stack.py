@@ -78,6 +78,7 @@ def run_stack(
     whole = progress.step_tokens
     with attending(text_model):
         for number, layer in enumerate(family.layers(text_model)):
+            cache.enter(layer, hidden)
             arguments = {cache_name(type(layer)): cache, "use_cache": True, "conduit": step}
             parts = []
             for start in range(0, columns, chunk or columns):

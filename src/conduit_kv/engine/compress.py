@@ -96,6 +96,10 @@ class Run:
             raise InputError("nothing has run yet: call the model inside the with block first")
         return Report.of(self.cache)
 
+    def alone(self) -> Run:
+        """A run under no plan on the same model, inside this one's ``wrapped`` block."""
+        return Run(self.model, self.family, Plan(), self.chunk)
+
     def new_cache(self) -> RequestCache:
         """An empty cache under this run's plan."""
         text_model = self.family.text_model(self.model)
@@ -205,17 +209,16 @@ class Run:
         self.seconds["encode"] = time.perf_counter() - self.seconds.pop("start", 0.0)
         text_model = self.family.text_model(self.model)
         by_default = getattr(text_model.config, "output_hidden_states", False)
-        return run_stack(
+        stack = functools.partial(
+            run_stack,
             self.family,
             text_model,
             cache,
-            names["inputs_embeds"],
-            names["position_ids"],
-            names,
             chunk=self.chunk,
             evict=self.evict,
             output_hidden_states=bool(names.get("output_hidden_states", by_default)),
         )
+        return cache.run(stack, names["inputs_embeds"], names["position_ids"], names)
 
     # -- what a call may ask for -------------------------------------------------------------
 

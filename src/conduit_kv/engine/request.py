@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from conduit_kv.cache import VisualCache
@@ -15,7 +15,11 @@ from conduit_kv.errors import InputError, PlanError
 from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
 from conduit_kv.plan import Plan
+from conduit_kv.reuse.fill import Recorder
 from conduit_kv.stages.evict import Eviction
+
+Stack = Callable[[Tensor, Tensor, Mapping[str, Any]], Any]
+"""A step's embeddings, positions and further arguments to what the text model returns."""
 
 
 class RequestCache(VisualCache):
@@ -33,6 +37,8 @@ class RequestCache(VisualCache):
         The evict stage of this request.
     watchers : list of Eviction
         Other evict methods that score this request's prefill, to be carried out on forks of it.
+    recorder : Recorder or None
+        Takes an entry from this prefill.
     """
 
     def __init__(self, kinds: Sequence[str], plan: Plan) -> None:
@@ -40,6 +46,7 @@ class RequestCache(VisualCache):
         self.plan = plan
         self.eviction = Eviction(plan.evict or Full(), self)
         self.watchers: list[Eviction] = []
+        self.recorder: Recorder | None = None
         self._moved = False
         self._broken = False
 
@@ -49,6 +56,25 @@ class RequestCache(VisualCache):
         return [layer.kind for layer in self]
 
     # -- what the decoder loop calls ---------------------------------------------------------
+
+    def run(
+        self, stack: Stack, embeddings: Tensor, position_ids: Tensor, features: Mapping[str, Any]
+    ) -> Any:
+        """Run a step's tokens: once through the stack, unless the plan wants it otherwise.
+
+        Parameters
+        ----------
+        stack : callable
+            :func:`conduit_kv.stack.run_stack` of this cache, without its last three arguments.
+        """
+        if self.recorder is not None:
+            self.recorder.begin(embeddings, features)
+        return stack(embeddings, position_ids, features)
+
+    def enter(self, layer: nn.Module, hidden: Tensor) -> None:
+        """Before a layer: hidden states ``[B, n, D]`` of the step's tokens."""
+        if self.recorder is not None:
+            self.recorder.enter(layer, hidden)
 
     @property
     def scores_turns(self) -> bool:
@@ -201,6 +227,15 @@ class JoinedCache(Cache):  # type: ignore[misc]
             ]
         )
         self.progress = _JoinedProgress(self.members)
+
+    def run(
+        self, stack: Stack, embeddings: Tensor, position_ids: Tensor, features: Mapping[str, Any]
+    ) -> Any:
+        """Run the members' tokens through the stack."""
+        return stack(embeddings, position_ids, features)
+
+    def enter(self, layer: nn.Module, hidden: Tensor) -> None:
+        """Before a layer: members listen to nothing here."""
 
     @property
     def scores_turns(self) -> bool:

@@ -42,6 +42,18 @@ def mosaic_shape(model: PreTrainedModel, size: Sequence[int]) -> tuple[int, int]
     return int(height), int(width)
 
 
+def tiles_of(model: PreTrainedModel, size: Sequence[int]) -> int:
+    """Views of an image that the encoder sees, the whole among them; the rest is padding."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    config: Any = model.config
+    return int(
+        image_size_to_num_patches(
+            tuple(size), config.image_grid_pinpoints, config.vision_config.image_size
+        )
+    )
+
+
 def view_and_mosaic(side: int, rows: int, columns: int) -> Grid:
     """The whole image in ``side`` x ``side`` tokens, then its tiles in ``rows`` x ``columns``.
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from conduit_kv.errors import PlanError
 from conduit_kv.families.binding import IMAGE, VIDEO
+from conduit_kv.families.piece import Piece
 from conduit_kv.layout import Grid, Layout
 
 
@@ -35,6 +37,8 @@ class Family(ABC):
     """Whether the processor wants a list of images per prompt instead of one list."""
     needs_torchvision: ClassVar[bool] = False
     """Whether the family's processor needs torchvision."""
+    opening: ClassVar[int] = 0
+    """Marks (text tokens) that open an image, directly before its first placeholder."""
 
     # -- where things are --------------------------------------------------------------------
 
@@ -134,7 +138,99 @@ class Family(ABC):
         """Position ids of each sequence counted from 0: ``[T_b]``, or ``[3, T_b]`` for M-RoPE."""
         return [torch.arange(len(row)) for row in ids]
 
+    # -- one image alone ---------------------------------------------------------------------
+
+    def pieces(
+        self, model: PreTrainedModel, ids: Tensor, inputs: Mapping[str, Any], layout: Layout
+    ) -> list[Piece]:
+        """The images of one sequence, each by itself, in order of appearance.
+
+        Parameters
+        ----------
+        ids : Tensor
+            ``[T]`` int64, without padding.
+        inputs : mapping
+            What the processor gave for this sequence alone.
+        layout : Layout
+            Of ``ids``.
+        """
+        kinds = self.kinds(model, ids.cpu())
+        first = [int((layout.image == n).nonzero()[0]) for n in range(len(layout.grids))]
+        kind_of = [int(kinds[place]) for place in first]
+        found: list[Piece] = []
+        for number, grid in enumerate(layout.grids):
+            kind = kind_of[number]
+            alike = [n for n, other in enumerate(kind_of) if other == kind]
+            grids = [layout.grids[n] for n in alike]
+            place = alike.index(number)
+            for frame, alone, own in self.alone(model, inputs, kind, place, grids):
+                mine = layout.image == number
+                if frame is not None:
+                    mine &= layout.frame == frame
+                tokens = mine.nonzero().flatten()
+                start, stop = int(tokens[0]), int(tokens[-1]) + 1
+                marks = layout.text[max(0, start - self.opening) : start]
+                opening = len(marks) if bool(marks.all()) else 0
+                span = ids[start - opening : stop].cpu()
+                found.append(Piece(tokens, span, opening, own, number, alone or grid))
+        return found
+
+    @abstractmethod
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        """What the model needs to see one image, without the others.
+
+        Parameters
+        ----------
+        kind : int
+            :data:`IMAGE` or :data:`VIDEO`.
+        number : int
+            Which one among those of its kind.
+        grids : sequence of Grid
+            Of all of its kind.
+
+        Returns
+        -------
+        list of (int or None, Grid or None, dict)
+            The frame, its grid and its arguments; for what is not taken apart, a single
+            ``(None, None, arguments)``.
+        """
+
     # -- inside the decoder loop -------------------------------------------------------------
+
+    def keys(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """``[B, G, n, d]``, the position-free keys of hidden states ``[B, n, D]`` entering a layer.
+
+        Before RoPE and, where the model has one, after the keys' norm.
+
+        Raises
+        ------
+        PlanError
+            If the layer is not built of ``input_layernorm`` and ``self_attn.k_proj``.
+        """
+        attention: Any = self.attention(layer)
+        norm: Any = getattr(layer, "input_layernorm", None)
+        if norm is None or not hasattr(attention, "k_proj"):
+            raise PlanError(
+                f"{type(layer).__name__} does not name its keys' projection as Llama, Qwen and "
+                "Mistral do: reuse and retrieve cannot be used on it"
+            )
+        keys: Tensor = attention.k_proj(norm(hidden))
+        key_norm: Any = getattr(attention, "k_norm", None)
+        width = int(attention.head_dim)
+        whole = key_norm is not None and key_norm.weight.shape[0] != width
+        if whole:  # some models normalise all heads together
+            keys = key_norm(keys)
+        keys = keys.unflatten(-1, (-1, width))
+        if key_norm is not None and not whole:
+            keys = key_norm(keys)
+        return keys.transpose(1, 2)
 
     def after_layer(
         self, text_model: nn.Module, layer: int, hidden: Tensor, features: Mapping[str, Any]

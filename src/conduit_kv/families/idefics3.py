@@ -29,6 +29,7 @@ class Idefics3(Family):
     name = "Idefics3"
     model_types = ("idefics3",)
     nested_images = True
+    opening = 2  # <fake> and the first tile's name
 
     def text_model(self, model: PreTrainedModel) -> nn.Module:
         return model.model.text_model  # type: ignore[no-any-return]
@@ -52,6 +53,24 @@ class Idefics3(Family):
             [_grid(shape, rows, columns) for shape in _images(row.tolist(), places)]
             for row, places in zip(ids, found, strict=True)
         ]
+
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        rows, columns = self._tile(model, inputs.get("pixel_values"))
+        tiles = [grid.tokens // (rows * columns) for grid in grids]
+        mine = slice(sum(tiles[:number]), sum(tiles[: number + 1]))
+        arguments = {
+            name: inputs[name][:, mine]
+            for name in ("pixel_values", "pixel_attention_mask")
+            if inputs.get(name) is not None
+        }
+        return [(None, None, arguments)]
 
     @staticmethod
     def _tile(model: PreTrainedModel, pixels: Any) -> tuple[int, int]:

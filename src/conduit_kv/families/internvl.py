@@ -25,6 +25,7 @@ class InternVL(Family):
     name = "InternVL3"
     model_types = ("internvl",)
     needs_torchvision = True
+    opening = 1  # <img>
 
     def grids(
         self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
@@ -44,6 +45,20 @@ class InternVL(Family):
             [self._grid((end - start) // (rows * columns), rows, columns) for start, end in row]
             for row in found
         ]
+
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        rows, columns = self._tile(model, inputs.get("pixel_values"))
+        tiles = [grid.tokens // (rows * columns) for grid in grids]
+        start = sum(tiles[:number])
+        mine = inputs["pixel_values"][start : start + tiles[number]]
+        return [(None, None, {"pixel_values": mine})]
 
     @staticmethod
     def _grid(tiles: int, rows: int, columns: int) -> Grid:

@@ -41,6 +41,21 @@ class Llava(Family):
         queue = [self._grid(model, size, patch) for size in sizes]
         return bind(kinds, {IMAGE: queue}, complete=self.has_pixels(kinds, inputs))
 
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        pixels = inputs["pixel_values"][number : number + 1]
+        if inputs.get("image_sizes") is None:
+            return [(None, None, {"pixel_values": pixels})]
+        sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2)[number : number + 1]
+        height, width = sizes[0].tolist()  # the batch is padded to its largest image
+        return [(None, None, {"pixel_values": pixels[..., :height, :width], "image_sizes": sizes})]
+
     def _grid(self, model: PreTrainedModel, size: Sequence[int], patch: tuple[int, int]) -> Grid:
         rows, columns = size[0] // patch[0], size[1] // patch[1]
         full = model.config.vision_feature_select_strategy == "full"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from conduit_kv.families.anyres import mosaic_shape, side_of, sizes_of, view_and_mosaic
+from conduit_kv.families.anyres import mosaic_shape, side_of, sizes_of, tiles_of, view_and_mosaic
 from conduit_kv.families.base import Family
 from conduit_kv.families.binding import IMAGE, bind
 from conduit_kv.layout import Grid
@@ -34,3 +35,22 @@ class LlavaNext(Family):
             for size in sizes_of(inputs.get("image_sizes"))
         ]
         return bind(kinds, {IMAGE: queue}, complete=self.has_pixels(kinds, inputs))
+
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        one = slice(number, number + 1)
+        sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2)[one]
+        tiles = tiles_of(model, sizes[0].tolist())
+        return [
+            (
+                None,
+                None,
+                {"pixel_values": inputs["pixel_values"][one, :tiles], "image_sizes": sizes},
+            )
+        ]

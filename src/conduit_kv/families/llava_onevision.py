@@ -15,6 +15,7 @@ from conduit_kv.families.anyres import (
     mosaic_shape,
     side_of,
     sizes_of,
+    tiles_of,
     view_and_mosaic,
 )
 from conduit_kv.families.base import Family
@@ -49,7 +50,7 @@ class LlavaOnevision(Family):
             alone = [count == 1 for count in counts for _ in range(count)]
         images = [
             self._tiled(model, size) if tiled else closed_by_newline(1, side, side)
-            for size, tiled in zip(sizes, alone, strict=True)
+            for size, tiled in zip(sizes, alone, strict=False)  # one of several, alone
         ]
         videos: list[Grid] = []
         films = inputs.get("pixel_values_videos")
@@ -59,6 +60,29 @@ class LlavaOnevision(Family):
         elif bool(any((row == VIDEO).any() for row in kinds)):
             videos = self._videos_from_ids(kinds, math.ceil(side / 2))
         return bind(kinds, {IMAGE: images, VIDEO: videos}, complete=self.has_pixels(kinds, inputs))
+
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        one = slice(number, number + 1)
+        if kind == VIDEO:
+            films = {"pixel_values_videos": inputs["pixel_values_videos"][one]}
+            return [(None, None, films)]
+        sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2)[one]
+        together = inputs.get("batch_num_images")
+        arguments: dict[str, Any] = {"image_sizes": sizes}
+        tiles = tiles_of(model, sizes[0].tolist())
+        if together is not None:
+            several = len(grids) > 1
+            # What one of several images looks like does not depend on how many they are.
+            arguments["batch_num_images"] = torch.tensor([2 if several else 1])
+            tiles = 1 if several else tiles
+        return [(None, None, {**arguments, "pixel_values": inputs["pixel_values"][one, :tiles]})]
 
     def _tiled(self, model: PreTrainedModel, size: Sequence[int]) -> Grid:
         side = side_of(model)

@@ -24,6 +24,7 @@ class MRope(Family):
     """
 
     position_axes = 3
+    opening = 1  # <|vision_start|>
     needs_torchvision = True
 
     def grids(
@@ -74,6 +75,37 @@ class MRope(Family):
             found, _ = model.model.get_rope_index(row[None], **arguments)
             positions.append(found[:, 0])
         return positions
+
+    def alone(
+        self,
+        model: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        kind: int,
+        number: int,
+        grids: Sequence[Grid],
+    ) -> list[tuple[int | None, Grid | None, dict[str, Any]]]:
+        pixels, grid_name = (
+            ("pixel_values", "image_grid_thw")
+            if kind == IMAGE
+            else ("pixel_values_videos", "video_grid_thw")
+        )
+        rows = _rows(inputs[grid_name])
+        t, h, w = rows[number]
+        start = sum(a * b * c for a, b, c in rows[:number])
+        like = inputs[grid_name]
+        found: list[tuple[int | None, Grid | None, dict[str, Any]]] = []
+        merge = model.config.vision_config.spatial_merge_size
+        for frame in range(t):  # the image encoder never looks from one frame to another
+            first = start + frame * h * w
+            arguments = {
+                pixels: inputs[pixels][first : first + h * w],
+                grid_name: torch.as_tensor(like).new_tensor([[1, h, w]]),
+            }
+            seconds = inputs.get("second_per_grid_ts")
+            if kind == VIDEO and seconds is not None:
+                arguments["second_per_grid_ts"] = seconds[number : number + 1]
+            found.append((frame, Grid(1, h // merge, w // merge), arguments))
+        return found
 
     def frames_are_apart(self) -> bool:
         """Whether text (time stamps) stands between the frames of a video."""
