@@ -15,9 +15,10 @@ from conduit_kv.errors import InputError
 
 if TYPE_CHECKING:
     from conduit_kv.engine.request import RequestCache
+    from conduit_kv.engine.runner import Runner
     from conduit_kv.layout import Layout
 
-__all__ = ["Retention", "draw_retention"]
+__all__ = ["Retention", "center_crop", "draw_retention", "seen"]
 
 _PAPER, _INK, _FAINT, _LINE = (255, 255, 255), (30, 33, 40), (110, 116, 128), (214, 218, 226)
 _TEXT_COLOUR = (214, 120, 30)
@@ -133,7 +134,7 @@ def draw_retention(
         If the file cannot be written, or nothing has been seen.
     """
     retentions = _retentions(source)
-    pictures = [_seen(image.convert("RGB"), center_crop) for image in images]
+    pictures = [seen(image.convert("RGB"), center_crop) for image in images]
     small = len(retentions) > 1
     canvases = [_draw(retention, pictures, small) for retention in retentions]
     sheet = Image.new("RGB", (_WIDTH, sum(canvas.height for canvas in canvases)), _PAPER)
@@ -164,7 +165,13 @@ def _retentions(source: Retention | RequestCache | Sequence[Retention]) -> list[
     return found
 
 
-def _seen(image: Image.Image, center_crop: bool) -> Image.Image:
+def center_crop(vlm: Runner) -> bool:
+    """Whether the model's image processor cuts the middle out of each image."""
+    return bool(getattr(getattr(vlm.processor, "image_processor", None), "do_center_crop", False))
+
+
+def seen(image: Image.Image, center_crop: bool) -> Image.Image:
+    """The part of an image that the model sees."""
     if not center_crop:
         return image
     side = min(image.size)

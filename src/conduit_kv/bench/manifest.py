@@ -23,7 +23,7 @@ __all__ = ["code_digest", "identity", "machine", "weights_digest"]
 
 _SAMPLES = 64
 """Values of each parameter that go into the digest of the weights."""
-_NOT_COMPUTING = ("cli", "bench", "embedded", "picture.py")
+_NOT_COMPUTING = ("cli", "bench", "report", "embedded", "picture.py", "extras.py")
 """Parts of the package that no answer passes through (the embedded weights have their digest)."""
 
 

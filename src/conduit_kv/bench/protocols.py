@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from conduit_kv.engine.vlm import VLM
     from conduit_kv.plan import Plan
 
-__all__ = ["PROTOCOLS", "Outcome", "Prompt", "Seconds", "answer", "measure", "prompt_of"]
+__all__ = [
+    "PROTOCOLS",
+    "Outcome",
+    "Prompt",
+    "Seconds",
+    "answer",
+    "forks_of",
+    "measure",
+    "prompt_of",
+]
 
 PROTOCOLS = {
     "short": (
@@ -197,7 +206,7 @@ def answer(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[Outcome]:
     cache, all of them as one batch. What a plan keeps does not depend on the others; what it
     answers does not either, up to the rounding of a matrix product of another height.
     """
-    forks = _forks(vlm, prompt, plans)
+    forks = forks_of(vlm, prompt, plans)
     reports = [fork.report for fork in forks]
     if prompt.rest is not None:
         rest = prompt.rest.expand(len(forks), -1)
@@ -206,7 +215,7 @@ def answer(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[Outcome]:
     return [_outcome(vlm, tokens, report) for tokens, report in zip(answers, reports, strict=True)]
 
 
-def _forks(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[State]:
+def forks_of(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[State]:
     """One prefill per distinct beginning of a plan, forked for the stages from evict on."""
     from conduit_kv.plan import Plan
 

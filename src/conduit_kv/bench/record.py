@@ -1,7 +1,7 @@
 """Results item by item on disk, so that a run that was stopped goes on where it was.
 
 Beside ``FILE.json`` lies ``FILE.items.jsonl``. Its first line says what the results depend on;
-each further line is what some plans answered to one item, or what was timed.
+each further line is what some plans answered to one item, what was timed, or what was kept of it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Record:
         self._outcomes: dict[Key, dict[str, tuple[Outcome, float]]] = {}
         self._digests: dict[Key, str] = {}
         self._seconds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._looked: set[tuple[str, str, str, str]] = set()
         self._path = items_path(file) if file is not None else None
         self._identity = identity
         if file is None or self._path is None:
@@ -138,6 +139,31 @@ class Record:
         self._seconds.setdefault((task, plan), []).append(entry)
         self._append({"task": task, "timed": plan, **entry})
 
+    def looked(self, task: str, item: str, digest: str, plan: str) -> bool:
+        """Whether it is known what a plan keeps of this very item."""
+        return (task, item, digest, plan) in self._looked
+
+    def add_look(
+        self,
+        task: str,
+        item: str,
+        digest: str,
+        shown: dict[str, Any],
+        kept: dict[str, dict[str, Any]],
+    ) -> None:
+        """Keep what some plans keep of an item, to be looked at.
+
+        Parameters
+        ----------
+        shown : dict
+            Question, right answer and images.
+        kept : dict
+            Plan to stage to what :func:`conduit_kv.bench.samples.plain` gives.
+        """
+        entry = {"task": task, "looked": item, "digest": digest, **shown, "kept": kept}
+        self._take(entry)
+        self._append(entry)
+
     def _put(self, key: Key, digest: str, results: dict[str, tuple[Outcome, float]]) -> None:
         if self._digests.get(key, digest) != digest:
             self._outcomes.pop(key, None)
@@ -180,7 +206,10 @@ class Record:
             self._append({"identity": self._identity})
 
     def _take(self, entry: dict[str, Any]) -> None:
-        if "timed" in entry:
+        if "looked" in entry:
+            known = (entry["task"], entry["looked"], entry["digest"])
+            self._looked.update((*known, plan) for plan in entry["kept"])
+        elif "timed" in entry:
             mine = {key: entry[key] for key in ("item", "seconds", "machine")}
             self._seconds.setdefault((entry["task"], entry["timed"]), []).append(mine)
         elif "plans" in entry:

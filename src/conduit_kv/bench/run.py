@@ -16,8 +16,10 @@ from PIL import Image
 from conduit_kv.bench.manifest import identity, machine
 from conduit_kv.bench.protocols import PROTOCOLS, Outcome, answer, measure, prompt_of
 from conduit_kv.bench.record import OnChange, Record, write_json
+from conduit_kv.bench.samples import look, plain, thumbnail
 from conduit_kv.bench.stats import agreement, compare, wilson
 from conduit_kv.errors import InputError
+from conduit_kv.picture import center_crop, seen
 from conduit_kv.plan import Plan
 from conduit_kv.tasks import Item, Task, get_task
 
@@ -57,6 +59,8 @@ class Settings:
         Rows are compared with this plan too, which is run besides if it is not among them.
     timed : int
         Items on which each plan is timed alone at batch 1; 0 leaves the seconds out.
+    samples : int
+        Items of each task of which is kept what each plan keeps, layer by layer.
 
     Raises
     ------
@@ -71,6 +75,7 @@ class Settings:
     controls: tuple[str, ...] = ()
     against: Plan | None = None
     timed: int = 3
+    samples: int = 0
 
     def __post_init__(self) -> None:
         if not self.tasks or not self.plans:
@@ -79,6 +84,8 @@ class Settings:
             raise InputError(f"n is {self.n}: ask at least one item")
         if self.timed < 0:
             raise InputError(f"timed is {self.timed}: it cannot be negative")
+        if self.samples < 0:
+            raise InputError(f"samples is {self.samples}: it cannot be negative")
         for control in self.controls:
             if control not in CONTROLS:
                 raise InputError(f"unknown control {control!r}: known are {', '.join(CONTROLS)}")
@@ -168,10 +175,12 @@ class Bench:
 
     @property
     def steps(self) -> int:
-        """Items and timings of the whole run."""
+        """Items, looks and timings of the whole run."""
         items = sum(len(part.items) for part in self._parts)
-        timed = min(self.settings.timed, self.settings.n)
-        return items + timed * len(self.settings.tasks) * len(self._plans)
+        timed, looks = (
+            min(k, self.settings.n) for k in (self.settings.timed, self.settings.samples)
+        )
+        return items + (timed * len(self._plans) + looks) * len(self.settings.tasks)
 
     def run(self, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
         """Ask everything that is not known yet; gives what :meth:`results` gives.
@@ -189,6 +198,7 @@ class Bench:
                 self._ask(part, progress)
             for part in self._parts:
                 if part.control is None:
+                    self._look(part, progress)
                     self._time(part, progress)
         except BaseException:
             if self.record:
@@ -226,6 +236,32 @@ class Bench:
                     for plan, outcome in zip(missing, outcomes, strict=True)
                 }
                 self.record.add(task.name, part.control, item.id, digest, results)
+            progress(task.name)
+
+    def _look(self, part: _Part, progress: Callable[[str], None]) -> None:
+        task = part.task
+        for number, item in enumerate(part.items[: self.settings.samples]):
+            digest = part.digest(number)
+            missing = [
+                plan
+                for plan in self._plans
+                if plan != FULL and not self.record.looked(task.name, item.id, digest, plan)
+            ]
+            if missing:
+                images = part.images(number)
+                prompt = prompt_of(self.vlm, item, task.protocol, images)
+                found = look(self.vlm, prompt, [self._plans[plan] for plan in missing])
+                shown = {
+                    "question": item.question,
+                    "answer": item.answer,
+                    "first": item.first,
+                    "images": [thumbnail(seen(image, center_crop(self.vlm))) for image in images],
+                }
+                kept = {
+                    plan: {stage: plain(kept) for stage, kept in stages.items()}
+                    for plan, stages in zip(missing, found, strict=True)
+                }
+                self.record.add_look(task.name, item.id, digest, shown, kept)
             progress(task.name)
 
     def _time(self, part: _Part, progress: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ from conduit_kv.cli.ask import ask
 from conduit_kv.cli.bench import bench
 from conduit_kv.cli.demo import demo
 from conduit_kv.cli.methods import methods
+from conduit_kv.cli.report import report
 from conduit_kv.cli.selftest import selftest
 from conduit_kv.cli.setup import setup
 
@@ -40,4 +41,5 @@ app.command()(ask)
 app.command()(methods)
 app.command()(selftest)
 app.command()(bench)
+app.command()(report)
 app.add_typer(setup, name="setup")

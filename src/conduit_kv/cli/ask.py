@@ -17,7 +17,6 @@ from conduit_kv.cli.common import (
     ModelOption,
     ThreadsOption,
     bars,
-    center_crop,
     check_target,
     console,
     guarded,
@@ -117,7 +116,7 @@ def ask(
         if len(reply.report.sequences[0].images) > 1:
             out.print(_by_image(reply.report))
     if picture is not None and session.state is not None:
-        from conduit_kv.picture import draw_retention
+        from conduit_kv.picture import center_crop, draw_retention
 
         draw_retention(session.state.cache, pictures, picture, center_crop=center_crop(vlm))
         if not json:

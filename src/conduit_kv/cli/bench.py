@@ -68,6 +68,10 @@ def bench(
     timed: Annotated[
         int, typer.Option(help="Items on which each plan is timed alone; 0 for none.")
     ] = 3,
+    samples: Annotated[
+        int,
+        typer.Option(help="Items of each task of which what each plan keeps is kept, for report."),
+    ] = 2,
     device: DeviceOption = None,
     dtype: Annotated[
         str | None,
@@ -107,6 +111,7 @@ def bench(
         controls=tuple(control or ()),
         against=None if against is None else Plan.of(against),
         timed=timed,
+        samples=samples,
     )
     dtype = dtype or ("float32" if model == "embedded" else "auto")
     vlm = load_vlm(model, device, dtype, threads)

@@ -104,11 +104,6 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 """Endings of the pictures that can be written."""
 
 
-def center_crop(vlm: VLM) -> bool:
-    """Whether the model's image processor cuts the middle out of each image."""
-    return bool(getattr(getattr(vlm.processor, "image_processor", None), "do_center_crop", False))
-
-
 def size_text(count: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "kB", "MB"):

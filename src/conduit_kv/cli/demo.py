@@ -15,7 +15,6 @@ from conduit_kv.cli.common import (
     DtypeOption,
     ModelOption,
     ThreadsOption,
-    center_crop,
     check_target,
     console,
     guarded,
@@ -82,7 +81,7 @@ def demo(
 
     from rich.markup import escape
 
-    from conduit_kv.picture import draw_retention
+    from conduit_kv.picture import center_crop, draw_retention
     from conduit_kv.plan import Plan
     from conduit_kv.tasks import get_task
 
