@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from conduit_kv.budget import Budget
 from conduit_kv.errors import PlanError
@@ -13,6 +14,7 @@ from conduit_kv.methods import Method
 from conduit_kv.methods.base import STAGES, read_field
 from conduit_kv.methods.catalogue import find
 from conduit_kv.methods.evict import EvictMethod, Full
+from conduit_kv.methods.hold import HoldMethod
 
 _OPEN, _CLOSE = "([", ")]"
 
@@ -91,8 +93,9 @@ class Plan:
         return method if isinstance(method, EvictMethod) else None
 
     @property
-    def hold(self) -> Method | None:
-        return self.stage("hold")
+    def hold(self) -> HoldMethod | None:
+        method = self.stage("hold")
+        return method if isinstance(method, HoldMethod) else None
 
     @property
     def retrieve(self) -> Method | None:
@@ -120,31 +123,36 @@ def _method(text: str) -> Method:
         raise PlanError(f"cannot read {text!r}: the method's name is missing")
     method = find(name)
     options = _options(text, inside[1:-1]) if inside is not None else {}
-    if "keep" in options:
-        if "budget" in options:
-            raise PlanError(f"{text!r} sets keep and budget, which are the same: leave one out")
-        options["budget"] = options.pop("keep")
-    if budget is not None and "budget" in options:
+    field = method.budget_field
+    names = [key for key in options if key in ("budget", "keep", field)]
+    if len(names) > 1:
+        raise PlanError(
+            f"{text!r} sets {' and '.join(sorted(names, reverse=True))}, which are the same: "
+            "leave one out"
+        )
+    if budget is not None and names:
         raise PlanError(f"{text!r} sets the budget twice: leave one out")
-    if budget is None:
-        budget = options.pop("budget", None)
+    if names:
+        budget = options.pop(names[0])
     values = {}
     if budget is not None:
         if not method.takes_budget():
             raise PlanError(f"{name} takes no budget: write {name} alone")
-        values["budget"] = _budget(name, budget)
-    elif method.takes_budget():
-        raise PlanError(f"{name} needs a budget: write {name}:0.2 to keep 20 %, or {name}:128")
+        values[field] = _budget(method, budget)
+    elif method.needs_budget():
+        raise PlanError(f"{name} needs a budget: {method.budget_hint.format(name=name)}")
     for key, value in options.items():
         values[key] = read_field(method, key, value)
     return method(**values)
 
 
-def _budget(name: str, text: str) -> Budget:
+def _budget(method: type[Method], text: str) -> Any:
+    if method.budget_field != "budget":
+        return read_field(method, method.budget_field, text.strip())
     try:
         return Budget.parse(text)
     except PlanError as error:
-        raise PlanError(f"{name}: {error}") from None
+        raise PlanError(f"{method.name}: {error}") from None
 
 
 def _options(text: str, inside: str) -> dict[str, str]:

@@ -2,15 +2,21 @@
 
 from conduit_kv.cache.cache import VisualCache
 from conduit_kv.cache.layer import Kept, VisualLayer
+from conduit_kv.cache.packed import Narrow, PackedSegment, Part, Quantised, Store
 from conduit_kv.cache.progress import Progress
 from conduit_kv.cache.segments import DenseSegment, RaggedSegment, Segment
 
 __all__ = [
     "DenseSegment",
     "Kept",
+    "Narrow",
+    "PackedSegment",
+    "Part",
     "Progress",
+    "Quantised",
     "RaggedSegment",
     "Segment",
+    "Store",
     "VisualCache",
     "VisualLayer",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from conduit_kv.attention.merge import merge_parts
+from conduit_kv.cache.packed import PackedSegment
 from conduit_kv.cache.segments import DenseSegment, RaggedSegment, Segment
 from conduit_kv.errors import PlanError
 
@@ -129,8 +130,8 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if self.tail.length < count or not self._tail_is_last(count):
             raise PlanError(
-                f"cannot take back {count} tokens: eviction has acted on them. Take back fewer, or "
-                "decode under a plan that evicts nothing"
+                f"cannot take back {count} tokens: eviction or packing has acted on them. Take "
+                "back fewer, or decode under a plan that does neither"
             )
 
     # -- what a request's other parts use -----------------------------------------------------
@@ -181,30 +182,41 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def heads_agree(self, row: int) -> bool:
         """Whether all KV heads of a sequence hold the same tokens."""
-        return not self.frozen and self.tail is not None and self.tail.heads_agree
+        return self.tail is not None and all(segment.heads_agree for segment in self.segments)
 
     def held(self, row: int, head: int) -> Tensor:
         """``[S]`` int64 ascending: the tokens that a sequence's KV head holds."""
-        parts = [segment.held(row, head) for segment in self.segments]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+        return _in_order([segment.held(row, head) for segment in self.segments])[0]
 
-    def read(self, row: int, heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens ``[S]`` ascending and K, V ``[G', S, d]`` of KV heads that hold the same."""
-        tokens = self.held(row, heads[0])
-        pairs = [
-            [segment.read(row, head) for segment in self.segments if segment.slots]
-            for head in heads
-        ]
-        if not self.frozen and self.tail is not None and not self.tail.holes:
+    def read(
+        self, row: int, heads: Sequence[int], *, packed: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens ``[S]`` ascending and K, V ``[G', S, d]`` of KV heads that hold the same.
+
+        Parameters
+        ----------
+        packed : bool
+            False leaves out what :meth:`freeze` has packed; what is packed is read as numbers of
+            the model's own type.
+        """
+        segments = self.segments if packed else self._loose
+        tokens, order = _in_order([segment.held(row, heads[0]) for segment in segments])
+        if len(segments) == 1 and self.tail is not None and not self.tail.holes and not self.frozen:
             keys, values = self.tail.keys[row], self.tail.values[row]
             if len(heads) != self.kv_heads:
                 keys, values = keys[list(heads)], values[list(heads)]
-        else:
-            keys = torch.stack([torch.cat([k for k, _ in head]) for head in pairs])
-            values = torch.stack([torch.cat([v for _, v in head]) for head in pairs])
+            return tokens, keys, values
+        pairs = [[segment.read(row, head) for segment in segments] for head in heads]
+        keys = torch.stack([torch.cat([k for k, _ in head]) for head in pairs])
+        values = torch.stack([torch.cat([v for _, v in head]) for head in pairs])
+        if order is not None:
+            order = order.to(keys.device)
+            keys, values = keys.index_select(1, order), values.index_select(1, order)
         return tokens, keys, values
+
+    @property
+    def _loose(self) -> list[Segment]:
+        return [segment for segment in self.segments if not isinstance(segment, PackedSegment)]
 
     def keep(self, kept: Kept, changed: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         """Hold ``kept`` and nothing else.
@@ -215,9 +227,11 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             See :data:`Kept`.
         changed : dict
             For some sequences, K and V ``[G, S, d]`` of all tokens held, in ascending order, to
-            take instead of those stored (LOOK-M folds evicted tokens into kept ones).
+            take instead of those stored (LOOK-M folds evicted tokens into kept ones). What is
+            packed is never packed anew, and stays as it is.
         """
         tail: DenseSegment = self.tail  # type: ignore[assignment]
+        packed = [s.keep(kept) for s in self.frozen if isinstance(s, PackedSegment)]
         agree = all(len(heads) == 1 for heads in kept)
         rows: list[list[tuple[Tensor, Tensor, Tensor]]] = []
         for row, heads in enumerate(kept):
@@ -225,20 +239,48 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             alike = len(heads) == 1 and self.heads_agree(row)
             for group in self._head_groups(alike):
                 tokens = heads[0 if len(heads) == 1 else group[0]]
-                held, keys, values = self.read(row, group)
+                held, keys, values = self.read(row, group, packed=not packed)
+                if packed:
+                    tokens = tokens[torch.isin(tokens, held)]
                 if changed and row in changed:
-                    keys, values = (x[group] for x in changed[row])
+                    everything = self.held(row, group[0]) if packed else held
+                    at = torch.searchsorted(everything, held).to(keys.device)
+                    keys, values = (x[group].index_select(1, at) for x in changed[row])
                 at = torch.searchsorted(held, tokens).to(keys.device)
                 keys, values = keys.index_select(1, at), values.index_select(1, at)
                 tokens = tokens.to(keys.device, dtype=torch.int32)
                 parts += [(k, v, tokens) for k, v in zip(keys, values, strict=True)]
             rows.append(parts)
         if any(len({len(part[2]) for part in parts}) > 1 for parts in rows):
-            self.frozen = [RaggedSegment(rows)]
+            loose: list[Segment] = [RaggedSegment(rows)]
             self.tail = DenseSegment.empty(tail.keys, tail.values)
         else:
-            self.frozen = []
+            loose = []
             self.tail = self._dense(rows, agree, tail)
+        self.frozen = [segment for segment in packed if segment is not None] + loose
+
+    def freeze(self, segments: Sequence[PackedSegment]) -> None:
+        """Hold packed segments in place of the same tokens in full precision.
+
+        The tokens that are left are written into new buffers, so that nothing of what was packed
+        outlives it.
+        """
+        alike = all(segment.heads_agree for segment in (*self.segments, *segments))
+        kept = []
+        for row in range(self.batch):
+            heads = []
+            for group in self._head_groups(alike):
+                held = self.held(row, group[0])
+                for segment in segments:
+                    held = held[~torch.isin(held, segment.held(row, group[0]))]
+                heads.append(held)
+            kept.append(heads)
+        self.keep(kept)
+        self.frozen = [*self.frozen, *segments]
+
+    def unpack(self) -> None:
+        """Forget all packed segments; who calls this packs their tokens anew from a copy."""
+        self.frozen = [s for s in self.frozen if not isinstance(s, PackedSegment)]
 
     def _head_groups(self, alike: bool) -> list[list[int]]:
         """All KV heads together if they are alike, else one by one."""
@@ -318,3 +360,12 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         """Every tensor held: its kind, itself, and the bytes of it in use."""
         for segment in self.segments:
             yield from segment.tensors()
+
+
+def _in_order(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Tokens of several segments ascending, and the order that makes them so if it is needed."""
+    tokens = torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.long)
+    if len(tokens) < 2 or bool((tokens.diff() > 0).all()):
+        return tokens, None
+    tokens, order = tokens.sort()
+    return tokens, order

@@ -29,7 +29,7 @@ def _writing(buffer: Tensor) -> AbstractContextManager[object]:
 
 
 class Segment(ABC):
-    """Keys and values of some tokens of a batch, in one layer, in the order of the sequence."""
+    """Keys and values of some tokens of a batch, in one layer."""
 
     @abstractmethod
     def attend(
@@ -64,6 +64,11 @@ class Segment(ABC):
     @abstractmethod
     def slots(self) -> int:
         """Slots attended per sequence and head, the longest if they differ."""
+
+    @property
+    def heads_agree(self) -> bool:
+        """Whether all KV heads hold the same tokens here."""
+        return False
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:

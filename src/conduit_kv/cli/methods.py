@@ -114,7 +114,7 @@ def _describe(method: type[Method], json: bool) -> None:
 
 
 def _options(method: type[Method]) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(method) if field.name != "budget"]
+    return [field for field in dataclasses.fields(method) if field.name != method.budget_field]
 
 
 def _option(field: dataclasses.Field[Any]) -> str:

@@ -34,6 +34,10 @@ class Method:
         Whether the details were read in the paper or the authors' code, or are our design.
     in_decode : str
         What happens while the answer is decoded.
+    budget_field : str
+        The field that a plan's text sets after a colon.
+    budget_hint : str
+        How to write it, for messages.
     """
 
     name: ClassVar[str]
@@ -41,6 +45,8 @@ class Method:
     paper: ClassVar[str] = ""
     basis: ClassVar[str] = "known"
     in_decode: ClassVar[str] = "nothing more is evicted"
+    budget_field: ClassVar[str] = "budget"
+    budget_hint: ClassVar[str] = "write {name}:0.2 to keep 20 %, or {name}:128"
 
     def __post_init__(self) -> None:
         """Check the fields; subclasses add their own checks and call this one.
@@ -72,7 +78,15 @@ class Method:
     @classmethod
     def takes_budget(cls) -> bool:
         """Whether a plan's text may set a budget after a colon."""
-        return any(field.name == "budget" for field in dataclasses.fields(cls))
+        return any(field.name == cls.budget_field for field in dataclasses.fields(cls))
+
+    @classmethod
+    def needs_budget(cls) -> bool:
+        """Whether a plan's text must set one: a budget that may be None may be left out."""
+        return any(
+            field.name == cls.budget_field and field.default is not None
+            for field in dataclasses.fields(cls)
+        )
 
     def replace(self, **changes: Any) -> typing.Self:
         """A copy with some fields changed."""
@@ -83,9 +97,9 @@ class Method:
         budget = ""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "budget":
+            if field.name == self.budget_field:
                 # A method that can only keep everything takes no budget in text.
-                budget = f":{value}" if self.takes_budget() else ""
+                budget = f":{value}" if self.takes_budget() and value is not None else ""
             elif value != field.default:
                 changed.append(f"{field.name}={_as_text(value)}")
         return self.name + budget + (f"({', '.join(changed)})" if changed else "")

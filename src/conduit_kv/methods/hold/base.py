@@ -1,0 +1,111 @@
+"""The hold stage: decide once, when a prefill or turn ends, how each token is stored."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from conduit_kv.cache.codec import BITS
+from conduit_kv.cache.packed import Quantised, Store
+from conduit_kv.errors import PlanError
+from conduit_kv.layout import Layout
+from conduit_kv.methods.base import Method
+
+FULL_BITS = 16
+"""Stands for the model's own number type: such a token is left alone."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a hold method may know of one sequence.
+
+    Attributes
+    ----------
+    layout : Layout
+        Of all its tokens.
+    similarity : callable
+        ``[W]`` fp32 in [-1, 1]: of each window, its cosine with the question; only for methods
+        with windows.
+    row : int
+        Its place in the batch.
+    """
+
+    layout: Layout
+    similarity: Callable[[], Tensor]
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class HoldMethod(Method):
+    """Base of the hold methods.
+
+    Tokens are looked at once, at the end of the prefill or turn that brought them, after the evict
+    stage. Whatever comes later stays in full precision, and nothing is packed a second time.
+    """
+
+    stage: ClassVar[str] = "hold"
+    in_decode: ClassVar[str] = "new tokens stay in full precision; nothing is packed again"
+
+    @abstractmethod
+    def bits_of(self, scene: Scene, tokens: Tensor) -> Tensor:
+        """``[S]`` int64, the bits at which a layer holds ``tokens`` ``[S]`` int64.
+
+        :data:`FULL_BITS` leaves a token alone. Text is left alone unless a method says otherwise.
+        """
+
+    @abstractmethod
+    def store(self, keys: Tensor, values: Tensor, bits: int) -> Store:
+        """Pack K (RoPE applied) and V ``[P, S, d]`` of tokens that got the same bits."""
+
+    @property
+    def guard(self) -> float:
+        """Relative error of a layer's attention above which it keeps one level more; 0: never."""
+        return 0.0
+
+    def more(self, bits: Tensor) -> Tensor:
+        """One level more than ``bits`` ``[S]``."""
+        return torch.full_like(bits, FULL_BITS)
+
+
+@dataclass(frozen=True)
+class Quantiser(HoldMethod):
+    """All tokens at the same bits.
+
+    Parameters
+    ----------
+    bits : int
+        Payload bits of a number: 2, 3, 4 or 8; 16 is the identity.
+    of : {"visual", "prompt"}
+        Which tokens are packed.
+    """
+
+    budget_field: ClassVar[str] = "bits"
+    budget_hint: ClassVar[str] = "write {name}:4 for 4 bits"
+    keys_by: ClassVar[str] = "channel"
+
+    bits: int = FULL_BITS
+    of: Literal["visual", "prompt"] = "visual"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (*BITS, FULL_BITS):
+            known = ", ".join(map(str, BITS))
+            raise PlanError(f"{self.name}: {self.bits} bits cannot be packed: take {known} or 16")
+
+    @property
+    def is_identity(self) -> bool:
+        return self.bits == FULL_BITS
+
+    def bits_of(self, scene: Scene, tokens: Tensor) -> Tensor:
+        packed = torch.ones_like(tokens, dtype=torch.bool)
+        if self.of == "visual":
+            packed = scene.layout.visual[tokens]
+        return torch.where(packed, self.bits, FULL_BITS)
+
+    def store(self, keys: Tensor, values: Tensor, bits: int) -> Store:
+        return Quantised.of(keys, values, bits, self.keys_by)
