@@ -135,7 +135,7 @@ def test_of():
         ("zzzzzz:0.2", "known are .*tgv-kv"),
         ("lightkv:0.55", "known .stage route. but not available in this version"),
         ("nuwa:192", "known .stage reduce and route. but not available"),
-        ("windowquant:3", "stage hold"),
+        ("quest:64", "stage retrieve"),
         ("h2o:0.2 + snapkv:0.3", "both act in the stage evict"),
         ("full + tova:0.3", "both act in the stage evict"),
         ("h2o", "needs a budget: write h2o:0.2"),

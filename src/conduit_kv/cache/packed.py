@@ -21,6 +21,7 @@ from conduit_kv.attention.paths import Mask, attend
 from conduit_kv.cache import codec
 from conduit_kv.cache.segments import Segment
 from conduit_kv.errors import ModelError
+from conduit_kv.kernels import cpu
 
 
 class Store(ABC):
@@ -117,6 +118,24 @@ class Quantised(Store):
             values=self.values[mine].clone(),
             value_scales=self.value_scales[mine].clone(),
         )
+
+    def attend(self, query: Tensor, scaling: float, index: Tensor) -> tuple[Tensor, Tensor] | None:
+        group = query.shape[1] // self.keys.shape[0]
+        fits = self.keys_by == "channel" and query.device.type == "cpu"
+        if not (fits and cpu.supports(group, self.widths)):
+            return None
+        output, lse = cpu.decode(
+            query[0, :, 0],
+            self.keys,
+            self.key_scales,
+            self.values,
+            self.value_scales,
+            index,
+            self.bits,
+            self.widths[1],
+            scaling,
+        )
+        return output[None, :, None], lse[None, :, None]
 
     def units(self, kept: Tensor) -> Quantised:
         kept = kept.to(self.keys.device)

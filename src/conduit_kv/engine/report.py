@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from conduit_kv.stages.hold import average_bits
+
 if TYPE_CHECKING:
     from conduit_kv.engine.request import RequestCache
 
@@ -80,13 +82,15 @@ class Report:
     sequences : tuple of SequenceReport
         One per sequence of the batch.
     kv_bytes : int
-        Bytes of K and V that hold tokens.
+        Bytes of K and V that hold tokens, scales and zeros of quantised ones included.
     kv_allocated_bytes : int
         Bytes of the storages: with slack, indices and padding.
     bytes_by_kind : dict
         The allocated bytes by kind.
     full_bytes : int
         Bytes of K and V if every token seen were held.
+    visual_bits : float or None
+        Payload bits of a number of the visual tokens held, without scales; None if none is packed.
     seconds : dict
         Wall-clock seconds by phase: ``encode``, ``first_token`` (from processed inputs),
         ``per_token``.
@@ -100,6 +104,7 @@ class Report:
     kv_allocated_bytes: int
     bytes_by_kind: dict[str, int]
     full_bytes: int
+    visual_bits: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -107,10 +112,10 @@ class Report:
     def of(cache: RequestCache, seconds: dict[str, float] | None = None) -> Report:
         """Read a cache."""
         used, allocated = cache.bytes_in_use(), cache.bytes_allocated()
-        kv = used.get("keys", 0) + used.get("values", 0)
+        kv = sum(used.get(kind, 0) for kind in ("keys", "values", "scales"))
         sequences = tuple(_sequence(cache, row) for row in range(cache.progress.batch))
         per_token = sum(layer.bytes_per_token for layer in cache)
-        notes = list(cache.eviction.notes)
+        notes = [*cache.eviction.notes, *cache.holding.notes]
         left_alone = [layer for layer in range(len(cache)) if cache.layers[layer].kind != "full"]
         if left_alone and cache.eviction.active:
             notes.append(f"layers {left_alone} have sliding windows and were left alone")
@@ -123,6 +128,7 @@ class Report:
             kv_allocated_bytes=sum(allocated.values()),
             bytes_by_kind=allocated,
             full_bytes=per_token * sum(s.tokens for s in sequences),
+            visual_bits=average_bits(cache),
             seconds=dict(seconds or {}),
             notes=tuple(notes),
         )
@@ -160,6 +166,8 @@ class Report:
             f"K/V held {_size(self.kv_bytes)} ({saved} of {_size(self.full_bytes)}), "
             f"allocated {_size(self.kv_allocated_bytes)} with slack and indices"
         )
+        if self.visual_bits is not None:
+            yield f"visual tokens held at {self.visual_bits:.2f} bits on average, without scales"
         if self.seconds:
             yield ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         for note in self.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,38 @@ from conduit_kv.methods.evict.full import Full
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.fill import Recorder
 from conduit_kv.stages.evict import Eviction
+from conduit_kv.stages.hold import Holding
+
+
+@dataclass
+class Ending:
+    """What acts on a request when a prefill or turn ends: the evict stage, then the hold stage."""
+
+    eviction: Eviction
+    holding: Holding
+
+    @staticmethod
+    def of(plan: Plan, cache: VisualCache) -> Ending:
+        """The stages of ``plan`` for a request's cache."""
+        return Ending(Eviction(plan.evict or Full(), cache), Holding(plan.hold, cache))
+
+    @property
+    def stages(self) -> list[Eviction | Holding]:
+        """Those that do anything, in order."""
+        return [stage for stage in (self.eviction, self.holding) if stage.active]
+
+    def take_over(self, cache: VisualCache) -> None:
+        """Act on ``cache``, a fork of the one that was observed, from now on."""
+        self.eviction.cache = self.holding.cache = cache
+
+    def fork(self, cache: VisualCache) -> Ending:
+        """Their state for a fork of their cache."""
+        return Ending(self.eviction.fork(cache), self.holding.fork(cache))
+
+    def finish(self) -> None:
+        """After the last layer of a prefill or turn."""
+        for stage in self.stages:
+            stage.finish()
 
 Stack = Callable[[Tensor, Tensor, Mapping[str, Any]], Any]
 """A step's embeddings, positions and further arguments to what the text model returns."""
@@ -33,10 +66,10 @@ class RequestCache(VisualCache):
 
     Attributes
     ----------
-    eviction : Eviction
-        The evict stage of this request.
-    watchers : list of Eviction
-        Other evict methods that score this request's prefill, to be carried out on forks of it.
+    ending : Ending
+        The evict and hold stages of this request.
+    watchers : list of Ending
+        Those of other plans, which observe this request's prefill and act on forks of it.
     recorder : Recorder or None
         Takes an entry from this prefill.
     """
@@ -44,11 +77,25 @@ class RequestCache(VisualCache):
     def __init__(self, kinds: Sequence[str], plan: Plan) -> None:
         super().__init__(kinds)
         self.plan = plan
-        self.eviction = Eviction(plan.evict or Full(), self)
-        self.watchers: list[Eviction] = []
+        self.ending = Ending.of(plan, self)
+        self.watchers: list[Ending] = []
         self.recorder: Recorder | None = None
         self._moved = False
         self._broken = False
+
+    @property
+    def eviction(self) -> Eviction:
+        """The evict stage of this request."""
+        return self.ending.eviction
+
+    @property
+    def holding(self) -> Holding:
+        """The hold stage of this request."""
+        return self.ending.holding
+
+    @property
+    def _endings(self) -> list[Ending]:
+        return [self.ending, *self.watchers]
 
     @property
     def kinds(self) -> list[str]:
@@ -79,7 +126,7 @@ class RequestCache(VisualCache):
     @property
     def scores_turns(self) -> bool:
         """Whether the end of a prefill or turn is to be scored."""
-        return self.eviction.active or bool(self.watchers)
+        return bool(self.ending.stages or self.watchers)
 
     @property
     def scores_steps(self) -> bool:
@@ -89,20 +136,24 @@ class RequestCache(VisualCache):
 
     def take_in(self, embeddings: Tensor) -> None:
         """Before the first layer of a step that may bring images: ``[B, n, hidden]``."""
-        for eviction in (self.eviction, *self.watchers):
-            if eviction.active:
-                eviction.take_in(embeddings)
+        for ending in self._endings:
+            for stage in ending.stages:
+                stage.take_in(embeddings)
 
     def begin(self) -> None:
         """Before the first layer of a prefill or turn."""
-        for eviction in (self.eviction, *self.watchers):
-            if eviction.active:
-                eviction.begin()
+        for ending in self._endings:
+            for stage in ending.stages:
+                stage.begin()
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         """After a layer of a prefill or turn: ``[B, H, n, d]``."""
         scored: dict[EvictMethod, Eviction] = {}
-        for eviction in (self.eviction, *self.watchers):
+        for ending in self._endings:
+            eviction, holding = ending.eviction, ending.holding
+            if holding.active:
+                alone = not eviction.active and not self.watchers
+                holding.observe(layer, queries, scaling, at_once=alone)
             if not eviction.active:
                 continue
             # Plans that differ in their budget alone score alike.
@@ -114,8 +165,7 @@ class RequestCache(VisualCache):
 
     def finish(self) -> None:
         """After the last layer of a prefill or turn. Watchers are finished on their forks."""
-        if self.eviction.active:
-            self.eviction.finish()
+        self.ending.finish()
 
     def step(self, layer: int, query: Tensor, scaling: float) -> None:
         """After a layer of a decoding step: ``[B, H, 1, d]``."""
@@ -124,19 +174,20 @@ class RequestCache(VisualCache):
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         yield from super().tensors()
-        for eviction in (self.eviction, *self.watchers):
-            yield from eviction.tensors()
+        for ending in self._endings:
+            yield from ending.eviction.tensors()
+            yield from ending.holding.tensors()
 
     # -- forks, and coming back from an error ------------------------------------------------
 
-    def fork(self, plan: Plan | None = None, eviction: Eviction | None = None) -> RequestCache:
+    def fork(self, plan: Plan | None = None, ending: Ending | None = None) -> RequestCache:
         """A cache that goes its own way from here; nothing that is written is shared.
 
         Parameters
         ----------
         plan : Plan or None
             Of the fork; this cache's own by default.
-        eviction : Eviction or None
+        ending : Ending or None
             A watcher of this cache: it is finished on the fork.
         """
         self.check_usable()
@@ -145,30 +196,34 @@ class RequestCache(VisualCache):
         for mine, its in zip(self.layers, other.layers, strict=True):
             its.progress = other.progress
             # What an eviction keeps is copied by it; layers that it leaves alone are not.
-            evicted = eviction is not None and eviction.active and mine.kind == "full"
+            evicted = ending is not None and ending.eviction.active and mine.kind == "full"
             its.share(mine, copy_tail=not evicted)
-        if eviction is None:
-            other.eviction = self.eviction.fork(other) if plan is None else other.eviction
-        elif eviction.active:
-            other.eviction = eviction
-            eviction.cache = other
-            eviction.finish()
+        if ending is not None:
+            other.ending = ending
+            ending.take_over(other)
+            ending.finish()
+        elif plan is None:
+            other.ending = self.ending.fork(other)
         return other
 
     def snapshot(self) -> Any:
         """What :meth:`roll_back` needs to undo a step that fails."""
         self._moved = False
-        evictions = [(each, each.fork(self)) for each in (self.eviction, *self.watchers)]
-        return self.progress.copy(), [layer.snapshot() for layer in self], evictions
+        stages = [
+            (stage, stage.fork(self))
+            for ending in self._endings
+            for stage in (ending.eviction, ending.holding)
+        ]
+        return self.progress.copy(), [layer.snapshot() for layer in self], stages
 
     def roll_back(self, before: Any) -> None:
         """Undo a failed step."""
-        progress, layers, evictions = before
+        progress, layers, stages = before
         self.progress.__dict__.update(progress.__dict__)
         for layer, state in zip(self.layers, layers, strict=True):
             layer.restore(state)
-        for eviction, old in evictions:
-            eviction.__dict__.update(old.__dict__)
+        for stage, old in stages:
+            stage.__dict__.update(old.__dict__)
         # A decoding step under eviction moves slots in place, which cannot be undone.
         self._broken = self._broken or self._moved
 
@@ -184,22 +239,24 @@ class RequestCache(VisualCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         left = self.progress.seen - crop_count(tokens_to_remove)
-        if left < min(self.eviction.decided_at, self.progress.seen):
+        decided_at = max(self.eviction.decided_at, self.holding.decided_at)
+        if left < min(decided_at, self.progress.seen):
             raise PlanError(
-                f"cannot take back {-tokens_to_remove} tokens: {self.plan} chose what to keep by "
-                "them. Take back fewer; assisted decoding needs a plan that evicts nothing"
+                f"cannot take back {-tokens_to_remove} tokens: {self.plan} decided by them what "
+                "to keep. Take back fewer; assisted decoding needs a plan that evicts nothing"
             )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         super().reset()
-        self.eviction = Eviction(self.eviction.method, self)
+        self.ending = Ending.of(self.plan, self)
         self.watchers = []
         self._moved = self._broken = False
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
         self.eviction.select_rows(rows.tolist())
+        self.holding.select_rows(rows.tolist())
 
 
 class JoinedCache(Cache):  # type: ignore[misc]

@@ -14,14 +14,12 @@ from transformers import PreTrainedModel
 from conduit_kv.compat import cache_name
 from conduit_kv.engine.compress import Run, lock_of, unwrap, wrapped
 from conduit_kv.engine.report import Report
-from conduit_kv.engine.request import JoinedCache, RequestCache
+from conduit_kv.engine.request import Ending, JoinedCache, RequestCache
 from conduit_kv.errors import InputError, ModelError, PlanError
 from conduit_kv.families import family_of
 from conduit_kv.images import ImageLike, read_image
 from conduit_kv.methods.base import Method
-from conduit_kv.methods.evict import Full
 from conduit_kv.plan import Plan
-from conduit_kv.stages.evict import Eviction
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}``."""
@@ -190,11 +188,11 @@ class Runner:
         evict : bool
             False leaves the evict stage out of this step.
         watch : sequence of Plan
-            Plans whose evict methods score this prefill too, for :meth:`forks`.
+            Plans whose evict and hold methods observe this prefill too, for :meth:`forks`.
         """
         run = Run(self.model, self.family, Plan.of(plan), chunk, evict)
         cache = run.new_cache()
-        cache.watchers = [Eviction(other.evict or Full(), cache) for other in watch]
+        cache.watchers = [Ending.of(other, cache) for other in watch]
         return self._run(run, cache, inputs, [])
 
     @torch.inference_mode()

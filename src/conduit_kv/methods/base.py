@@ -83,7 +83,7 @@ class Method:
     @classmethod
     def needs_budget(cls) -> bool:
         """Whether a plan's text must set one: a budget that may be None may be left out."""
-        return any(
+        return cls.takes_budget() and any(
             field.name == cls.budget_field and field.default is not None
             for field in dataclasses.fields(cls)
         )

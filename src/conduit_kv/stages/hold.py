@@ -45,6 +45,7 @@ class Holding:
     _probes: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _scaling: float = 1.0
     _done: set[int] = field(default_factory=set)
+    _looked_at: list[int] = field(default_factory=list)
     _copies: dict[int, list[list[Piece]]] = field(default_factory=dict)
 
     @property
@@ -52,13 +53,9 @@ class Holding:
         """Whether anything is to be packed at all."""
         return self.method is not None and not self.method.is_identity
 
-    @property
-    def _searches(self) -> bool:
-        return type(self.method) is WindowQuant
-
     def take_in(self, embeddings: Tensor) -> None:
         """Input embeddings ``[B, n, hidden]`` of a step that may bring images."""
-        if not isinstance(self.method, WindowQuant) or not self._searches:
+        if not isinstance(self.method, WindowQuant) or not self.method.searches:
             return
         progress = self.cache.progress
         for row, layout in enumerate(progress.layouts):
@@ -75,8 +72,6 @@ class Holding:
                 mine = windows >= 0
                 means.index_add_(0, windows[mine] - known, fresh[mine])
             self._add(row, F.normalize(means, dim=-1), text)
-        if any(bool(layout.visual.any()) for layout in progress.layouts):
-            self.decided_at = progress.seen
 
     def _add(self, row: int, means: Tensor, text: Tensor) -> None:
         """Compare a sequence's new windows, or with ``research`` all of them, with a text."""
@@ -85,8 +80,12 @@ class Holding:
             self._windows.append(means[:0])
         if isinstance(self.method, WindowQuant) and self.method.research:
             means = self._windows[row] = torch.cat([self._windows[row], means])
-            self._similarity[row] = self._similarity[row][:0] if len(text) else self._similarity[row]
+            self._similarity[row] = (
+                self._similarity[row][:0] if len(text) else self._similarity[row]
+            )
             means = means[len(self._similarity[row]) :]
+        if len(means):
+            self.decided_at = self.cache.progress.seen
         found = means.new_zeros(len(means))
         if len(text) and len(means):
             found = (means @ text.T).amax(1).nan_to_num(0.0)
@@ -124,6 +123,7 @@ class Holding:
             if held.kind == "full" and layer not in self._done:
                 self._pack(layer)
         self._probes = {}
+        self._looked_at = list(self.cache.progress.counts)
 
     # -- packing one layer -------------------------------------------------------------------
 
@@ -160,6 +160,10 @@ class Holding:
         every = list(range(held.kv_heads))
         for heads in [every] if held.heads_agree(row) else [[head] for head in every]:
             tokens, keys, values = held.read(row, heads, packed=False)
+            if self._looked_at and not research:  # a token is looked at once
+                new = torch.nonzero(tokens >= self._looked_at[row]).flatten()
+                tokens, new = tokens[new], new.to(keys.device)
+                keys, values = keys.index_select(1, new), values.index_select(1, new)
             if research and layer in self._copies:
                 still = held.held(row, heads[0])
                 for group, index, old_keys, old_values in self._copies[layer][row]:
@@ -180,7 +184,7 @@ class Holding:
         method: HoldMethod = self.method  # type: ignore[assignment]
         layout = self.cache.progress.layouts[row]
         similar = partial(self._similarity.__getitem__, row)
-        bits = method.bits_of(Scene(layout, similar, row), piece[1])
+        bits = method.bits_of(Scene(layout, similar), piece[1])
         parts = self._stored(piece, bits)
         if method.guard and parts and layer in self._probes:
             error = self._error(layer, row, piece, parts)
@@ -269,6 +273,7 @@ class Holding:
             _similarity=list(self._similarity),
             _probes=dict(self._probes),
             _done=set(self._done),
+            _looked_at=list(self._looked_at),
             _copies=dict(self._copies),
         )
 
@@ -277,6 +282,8 @@ class Holding:
         if self._similarity:
             self._windows = [self._windows[row] for row in rows]
             self._similarity = [self._similarity[row] for row in rows]
+        if self._looked_at:
+            self._looked_at = [self._looked_at[row] for row in rows]
         self._copies = {
             layer: [copies[row] for row in rows] for layer, copies in self._copies.items()
         }

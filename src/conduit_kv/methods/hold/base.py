@@ -30,14 +30,11 @@ class Scene:
         Of all its tokens.
     similarity : callable
         ``[W]`` fp32 in [-1, 1]: of each window, its cosine with the question; only for methods
-        with windows.
-    row : int
-        Its place in the batch.
+        that search.
     """
 
     layout: Layout
     similarity: Callable[[], Tensor]
-    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,8 @@ class HoldMethod(Method):
 
     stage: ClassVar[str] = "hold"
     in_decode: ClassVar[str] = "new tokens stay in full precision; nothing is packed again"
+    searches: ClassVar[bool] = False
+    """Whether bits depend on the question."""
 
     @abstractmethod
     def bits_of(self, scene: Scene, tokens: Tensor) -> Tensor:

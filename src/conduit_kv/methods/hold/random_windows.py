@@ -27,11 +27,12 @@ class RandomWindows(WindowQuant):
 
     name: ClassVar[str] = "random-windows"
     paper: ClassVar[str] = ""
+    searches: ClassVar[bool] = False
 
     seed: int = 0
 
     def bits_of(self, scene: Scene, tokens: Tensor) -> Tensor:
-        chance = Scene(scene.layout, lambda: self._chance(scene.layout), scene.row)
+        chance = Scene(scene.layout, lambda: self._chance(scene.layout))
         return super().bits_of(chance, tokens)
 
     def _chance(self, layout: Layout) -> Tensor:

@@ -69,6 +69,7 @@ class WindowQuant(HoldMethod):
     name: ClassVar[str] = "windowquant"
     paper: ClassVar[str] = "https://arxiv.org/abs/2605.02262"
     basis: ClassVar[str] = "reconstructed"
+    searches: ClassVar[bool] = True
     budget_field: ClassVar[str] = "avg_bits"
     budget_hint: ClassVar[str] = "write {name}:3.17 for an average of 3.17 bits"
 

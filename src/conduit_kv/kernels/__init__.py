@@ -1,0 +1,1 @@
+"""Fused decode kernels over packed segments; each has a plain PyTorch reference."""
