@@ -193,4 +193,5 @@ def decode_by_token(
     codes = codes.permute(0, 1, 4, 2, 3).flatten(3).flatten(1, 2)[..., :width]
     pair = scales.permute(0, 1, 4, 2, 3).flatten(1, 2).float()  # [P, S, C, 2]
     scale, zero = pair.repeat_interleave(GROUP, dim=2)[:, :, :width].unbind(3)
-    return (codes.float() * scale + zero).to(dtype)
+    x: Tensor = codes.float() * scale + zero
+    return x.to(dtype)

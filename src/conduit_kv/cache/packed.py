@@ -180,7 +180,8 @@ class Narrow(Store):
         for x in (keys, values):
             if not bool(torch.isfinite(x).all()):
                 raise ModelError("keys or values are not finite: run the model in fp32")
-        return Narrow(*(x.float().clamp(-most, most).to(dtype) for x in (keys, values)))
+        keys, values = (x.float().clamp(-most, most).to(dtype) for x in (keys, values))
+        return Narrow(keys, values)
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.keys.to(dtype), self.values.to(dtype)

@@ -51,6 +51,7 @@ class Ending:
         for stage in self.stages:
             stage.finish()
 
+
 Stack = Callable[[Tensor, Tensor, Mapping[str, Any]], Any]
 """A step's embeddings, positions and further arguments to what the text model returns."""
 

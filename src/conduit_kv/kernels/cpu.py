@@ -204,14 +204,14 @@ class _Code:
         self.entry = self.function.append_basic_block("entry")
         self.b = ir.IRBuilder(self.entry)
 
-    def int(self, value: int) -> Any:
+    def count(self, value: int) -> Any:
         return self.ir.Constant(self.i64, value)
 
     def number(self, value: float) -> Any:
         return self.ir.Constant(self.vector, [self.ir.Constant(self.f32, value)] * LANES)
 
     def parameter(self, place: int) -> Any:
-        return self.b.load(self.b.gep(self.function.args[0], [self.int(place)]))
+        return self.b.load(self.b.gep(self.function.args[0], [self.count(place)]))
 
     def pointer(self, place: int, kind: Any) -> Any:
         return self.b.inttoptr(self.parameter(place), kind.as_pointer())
@@ -290,7 +290,7 @@ class _Code:
         b.cbranch(b.icmp_signed("<", counter, stop), body, after)
         b.position_at_end(body)
         yield counter
-        counter.add_incoming(b.add(counter, self.int(1)), b.block)
+        counter.add_incoming(b.add(counter, self.count(1)), b.block)
         b.branch(head)
         b.position_at_end(after)
 
@@ -321,13 +321,13 @@ class _Attend(_Code):
         take, work, done = (self.function.append_basic_block() for _ in range(3))
         b.branch(take)
         b.position_at_end(take)
-        task = b.atomic_rmw("add", self.function.args[0], self.int(1), "monotonic")
+        task = b.atomic_rmw("add", self.function.args[0], self.count(1), "monotonic")
         b.cbranch(b.icmp_signed("<", task, self.tasks), work, done)
         b.position_at_end(work)
         pair, split = b.sdiv(task, self.splits), b.srem(task, self.splits)
-        row = b.add(b.mul(split, heads), b.mul(pair, self.int(self.group)))
-        self.out = self.at(self.partial, b.mul(row, self.int(self.width)))
-        self.state = self.at(self.sums, b.mul(row, self.int(2)))
+        row = b.add(b.mul(split, heads), b.mul(pair, self.count(self.group)))
+        self.out = self.at(self.partial, b.mul(row, self.count(self.width)))
+        self.state = self.at(self.sums, b.mul(row, self.count(2)))
         self._task(pair, split)
         b.branch(take)
         b.position_at_end(done)
@@ -337,31 +337,31 @@ class _Attend(_Code):
         b = self.b
         for head in range(self.group):
             for start in range(0, self.width, LANES):
-                place = self.at(self.out, self.int(head * self.width + start))
+                place = self.at(self.out, self.count(head * self.width + start))
                 self.store(self.number(0.0), place)
             self.b.store(self.ir.Constant(self.f32, _HIDDEN), self._state(head, 0))
             self.b.store(self.ir.Constant(self.f32, 0.0), self._state(head, 1))
-        self.query = self.at(self.q, b.mul(pair, self.int(self.group * self.depth)))
+        self.query = self.at(self.q, b.mul(pair, self.count(self.group * self.depth)))
         first = b.mul(split, self.per_split)
         last = b.add(first, self.per_split)
         last = b.select(b.icmp_signed("<", last, self.groups), last, self.groups)
         size = b.sub(last, first)
-        blocks = b.sdiv(b.add(size, self.int(_BLOCK - 1)), self.int(_BLOCK))
+        blocks = b.sdiv(b.add(size, self.count(_BLOCK - 1)), self.count(_BLOCK))
         base = b.mul(pair, self.groups)
-        with self.loop(self.int(0), blocks) as block:
-            start = b.add(first, b.mul(block, self.int(_BLOCK)))
+        with self.loop(self.count(0), blocks) as block:
+            start = b.add(first, b.mul(block, self.count(_BLOCK)))
             left = b.sub(last, start)
-            count = b.select(b.icmp_signed("<", left, self.int(_BLOCK)), left, self.int(_BLOCK))
-            with self.loop(self.int(0), count) as number:
+            count = b.select(b.icmp_signed("<", left, self.count(_BLOCK)), left, self.count(_BLOCK))
+            with self.loop(self.count(0), count) as number:
                 self._scores(b.add(base, b.add(start, number)), b.add(start, number), number)
             self._softmax(count)
             self._outputs(b.add(base, start), count)
 
     def _state(self, head: int, which: int) -> Any:
-        return self.at(self.state, self.int(2 * head + which))
+        return self.at(self.state, self.count(2 * head + which))
 
     def _weights(self, head: int, offset: Any) -> Any:
-        return self.at(self.weights, self.int(head * _BLOCK * GROUP), offset)
+        return self.at(self.weights, self.count(head * _BLOCK * GROUP), offset)
 
     def _codes(self, load: Callable[[int, int], Any], count: int) -> Iterator[tuple[int, Any]]:
         """``count`` codes of each lane, as numbers; ``load(p, w)`` gives word ``w`` of plane p."""
@@ -390,16 +390,16 @@ class _Attend(_Code):
     def _scores(self, here: Any, slot: Any, number: Any) -> None:
         """Scores of the 32 tokens of group ``here`` (of all pairs), into the block's weights."""
         b = self.b
-        scales = self.at(self.key_scales, b.mul(here, self.int(2 * self.depth)))
+        scales = self.at(self.key_scales, b.mul(here, self.count(2 * self.depth)))
         sums = [self.number(0.0)] * self.group
         for start in range(0, self.depth, LANES):
             scale, zero = (
-                b.fpext(self.load(self.at(scales, self.int(start + offset)), self.halves),
+                b.fpext(self.load(self.at(scales, self.count(start + offset)), self.halves),
                         self.vector)
                 for offset in (0, self.depth)
             )  # fmt: skip
             for head in range(self.group):
-                place = self.int(head * self.depth + start)
+                place = self.count(head * self.depth + start)
                 query = self.load(self.at(self.query, place), self.vector)
                 self.store(b.fmul(query, scale), self.at(self.scaled, place))
                 sums[head] = self.fma(query, zero, sums[head])
@@ -410,50 +410,50 @@ class _Attend(_Code):
         # As few channels a turn as fill whole words of every plane: short code compiles fast.
         unit = 32 // min(planes(self.bits))
         unit = unit if self.depth % unit == 0 else self.depth
-        with self.loop(self.int(0), self.int(GROUP // LANES)) as half:
-            block = b.add(b.mul(here, self.int(GROUP // LANES)), half)
-            words = self.at(self.keys, b.mul(block, self.int(starts[-1] * LANES)))
+        with self.loop(self.count(0), self.count(GROUP // LANES)) as half:
+            block = b.add(b.mul(here, self.count(GROUP // LANES)), half)
+            words = self.at(self.keys, b.mul(block, self.count(starts[-1] * LANES)))
             found = [self.scratch(self.vector, 1) for _ in constant]
             for place, value in zip(found, constant, strict=True):
                 b.store(value, place)
-            with self.loop(self.int(0), self.int(self.depth // unit)) as turn:
+            with self.loop(self.count(0), self.count(self.depth // unit)) as turn:
 
                 def load(number: int, word: int, turn: Any = turn, words: Any = words) -> Any:
                     per_turn = -(-unit * planes(self.bits)[number] // 32)
-                    here = self.int((starts[number] + word) * LANES)
-                    moved = b.mul(turn, self.int(per_turn * LANES))
+                    here = self.count((starts[number] + word) * LANES)
+                    moved = b.mul(turn, self.count(per_turn * LANES))
                     return self.load(self.at(words, here, moved), self.words)
 
                 sums = [b.load(place) for place in found]
-                first = b.mul(turn, self.int(unit))
+                first = b.mul(turn, self.count(unit))
                 for channel, code in self._codes(load, unit):
                     for head in range(self.group):
-                        place = self.at(self.scaled, self.int(head * self.depth + channel), first)
+                        place = self.at(self.scaled, self.count(head * self.depth + channel), first)
                         sums[head] = self.fma(self.splat(b.load(place)), code, sums[head])
                 for place, value in zip(found, sums, strict=True):
                     b.store(value, place)
-            first = b.mul(half, self.int(LANES))
-            tokens = b.add(b.mul(slot, self.int(GROUP)), first)
+            first = b.mul(half, self.count(LANES))
+            tokens = b.add(b.mul(slot, self.count(GROUP)), first)
             hidden = self.load(self.at(self.hidden, tokens), self.vector)
-            offset = b.add(b.mul(number, self.int(GROUP)), first)
+            offset = b.add(b.mul(number, self.count(GROUP)), first)
             for head in range(self.group):
                 self.store(b.fadd(b.load(found[head]), hidden), self._weights(head, offset))
 
     def _softmax(self, count: Any) -> None:
         """Scores of a block to weights; what came before is scaled to the new maximum."""
         b = self.b
-        size = b.mul(count, self.int(GROUP // LANES))
+        size = b.mul(count, self.count(GROUP // LANES))
         for head in range(self.group):
             most, total = self.scratch(self.vector, 1), self.scratch(self.vector, 1)
             old = b.load(self._state(head, 0))
             b.store(self.splat(old), most)
             b.store(self.number(0.0), total)
-            with self.loop(self.int(0), size) as place:
-                score = self.load(self._weights(head, b.mul(place, self.int(LANES))), self.vector)
+            with self.loop(self.count(0), size) as place:
+                score = self.load(self._weights(head, b.mul(place, self.count(LANES))), self.vector)
                 b.store(self.larger(score, b.load(most)), most)
             highest = self.splat(self.highest(b.load(most)))
-            with self.loop(self.int(0), size) as place:
-                where = self._weights(head, b.mul(place, self.int(LANES)))
+            with self.loop(self.count(0), size) as place:
+                where = self._weights(head, b.mul(place, self.count(LANES)))
                 weight = self.exp2(b.fsub(self.load(where, self.vector), highest))
                 self.store(weight, where)
                 b.store(b.fadd(b.load(total), weight), total)
@@ -463,7 +463,7 @@ class _Attend(_Code):
             before = b.fmul(b.load(self._state(head, 1)), b.extract_element(fade, zero))
             b.store(b.fadd(before, self.sum(b.load(total))), self._state(head, 1))
             for start in range(0, self.width, LANES):
-                place = self.at(self.out, self.int(head * self.width + start))
+                place = self.at(self.out, self.count(head * self.width + start))
                 self.store(b.fmul(self.load(place, self.vector), fade), place)
 
     def _outputs(self, base: Any, count: Any) -> None:
@@ -471,21 +471,22 @@ class _Attend(_Code):
         blocks, parts = -(-self.width // LANES), -(-self.width // GROUP)
         full = self.width // GROUP
         if full:
-            with self.loop(self.int(0), self.int(full)) as part:
+            with self.loop(self.count(0), self.count(full)) as part:
                 self._channels(base, count, part, 2, blocks, parts)
         if full < parts:
-            self._channels(base, count, self.int(full), 1, blocks, parts)
+            self._channels(base, count, self.count(full), 1, blocks, parts)
 
     def _channels(
         self, base: Any, count: Any, part: Any, lanes: int, blocks: int, parts: int
     ) -> None:
         b = self.b
         heads = range(self.group)
-        first = b.mul(part, self.int(GROUP))
+        first = b.mul(part, self.count(GROUP))
         sums = {(h, n): self.scratch(self.vector, 1) for h in heads for n in range(lanes)}
         zeros = [self.scratch(self.vector, 1) for _ in heads]
         where = {
-            (h, n): self.at(self.out, self.int(h * self.width + n * LANES), first) for h, n in sums
+            (h, n): self.at(self.out, self.count(h * self.width + n * LANES), first)
+            for h, n in sums
         }
         for key, place in sums.items():
             b.store(self.load(where[key], self.vector), place)
@@ -494,35 +495,35 @@ class _Attend(_Code):
         starts = [0]
         for plane in planes(self.bits):
             starts.append(starts[-1] + plane)
-        with self.loop(self.int(0), count) as number:
+        with self.loop(self.count(0), count) as number:
             here = b.add(base, number)
-            pair = b.add(b.mul(here, self.int(parts)), part)
-            scales = self.at(self.value_scales, b.mul(pair, self.int(2 * GROUP)))
+            pair = b.add(b.mul(here, self.count(parts)), part)
+            scales = self.at(self.value_scales, b.mul(pair, self.count(2 * GROUP)))
             for start in range(0, GROUP, LANES):
                 scale, zero = (
-                    b.fpext(self.load(self.at(scales, self.int(start + offset)), self.halves),
+                    b.fpext(self.load(self.at(scales, self.count(start + offset)), self.halves),
                             self.vector)
                     for offset in (0, GROUP)
                 )  # fmt: skip
-                offset = b.add(b.mul(number, self.int(GROUP)), self.int(start))
+                offset = b.add(b.mul(number, self.count(GROUP)), self.count(start))
                 for head in heads:
                     weight = self.load(self._weights(head, offset), self.vector)
-                    place = self.at(self.share, self.int(head * GROUP + start))
+                    place = self.at(self.share, self.count(head * GROUP + start))
                     self.store(b.fmul(weight, scale), place)
                     b.store(self.fma(weight, zero, b.load(zeros[head])), zeros[head])
             for lane in range(lanes):
-                row = b.add(b.mul(here, self.int(blocks)), b.mul(part, self.int(2)))
-                row = b.add(row, self.int(lane))
-                words = self.at(self.values, b.mul(row, self.int(self.bits * LANES)))
+                row = b.add(b.mul(here, self.count(blocks)), b.mul(part, self.count(2)))
+                row = b.add(row, self.count(lane))
+                words = self.at(self.values, b.mul(row, self.count(self.bits * LANES)))
 
                 def load(number: int, word: int, words: Any = words) -> Any:
-                    at = self.int((starts[number] + word) * LANES)
+                    at = self.count((starts[number] + word) * LANES)
                     return self.load(self.at(words, at), self.words)
 
                 found = [b.load(sums[head, lane]) for head in heads]
                 for token, code in self._codes(load, GROUP):
                     for head in heads:
-                        place = self.at(self.share, self.int(head * GROUP + token))
+                        place = self.at(self.share, self.count(head * GROUP + token))
                         found[head] = self.fma(self.splat(b.load(place)), code, found[head])
                 for head in heads:
                     b.store(found[head], sums[head, lane])
@@ -547,30 +548,30 @@ class _Combine(_Code):
         lanes = range(0, self.width, LANES)
         found = {start: self.scratch(self.vector, 1) for start in lanes}
         zero = self.ir.Constant(self.i32, 0)
-        with self.loop(self.int(0), heads) as head:
+        with self.loop(self.count(0), heads) as head:
             b.store(self.ir.Constant(self.f32, _HIDDEN), most)
             b.store(self.ir.Constant(self.f32, 0.0), total)
             for place in found.values():
                 b.store(self.number(0.0), place)
-            with self.loop(self.int(0), splits) as split:
+            with self.loop(self.count(0), splits) as split:
                 row = b.add(b.mul(split, heads), head)
-                highest = b.load(self.at(sums, b.mul(row, self.int(2))))
+                highest = b.load(self.at(sums, b.mul(row, self.count(2))))
                 b.store(self.larger(highest, b.load(most)), most)
-            with self.loop(self.int(0), splits) as split:
+            with self.loop(self.count(0), splits) as split:
                 row = b.add(b.mul(split, heads), head)
-                place = b.mul(row, self.int(2))
+                place = b.mul(row, self.count(2))
                 highest = b.load(self.at(sums, place))
                 share = self.exp2(self.splat(b.fsub(highest, b.load(most))))
                 weight = b.fmul(
-                    b.extract_element(share, zero), b.load(self.at(sums, place, self.int(1)))
+                    b.extract_element(share, zero), b.load(self.at(sums, place, self.count(1)))
                 )
                 b.store(b.fadd(b.load(total), weight), total)
                 for start, sum_ in found.items():
-                    at = self.at(partial, b.mul(row, self.int(self.width)), self.int(start))
+                    at = self.at(partial, b.mul(row, self.count(self.width)), self.count(start))
                     b.store(self.fma(share, self.load(at, self.vector), b.load(sum_)), sum_)
             whole = self.splat(b.load(total))
             for start, sum_ in found.items():
-                at = self.at(output, b.mul(head, self.int(self.width)), self.int(start))
+                at = self.at(output, b.mul(head, self.count(self.width)), self.count(start))
                 self.store(b.fdiv(b.load(sum_), whole), at)
             log = self.intrinsic("llvm.log.f32", self.f32, b.load(total))
             natural = b.fmul(b.load(most), self.ir.Constant(self.f32, math.log(2.0)))
