@@ -154,7 +154,8 @@ def decode_by_channel(
     codes = _unpack(words.transpose(2, 3), bits, scales.shape[-1]).flatten(1, 2)
     scale, zero = scales.float().unbind(2)
     x = codes.unflatten(1, (-1, GROUP)).float() * scale[:, :, None] + zero[:, :, None]
-    return x.flatten(1, 2).to(dtype)
+    found: Tensor = x.flatten(1, 2).to(dtype)
+    return found
 
 
 # -- V (and RTN's K) per token -------------------------------------------------------------------
