@@ -14,6 +14,7 @@ from conduit_kv.methods import Method
 from conduit_kv.methods.base import STAGES, read_field
 from conduit_kv.methods.catalogue import find
 from conduit_kv.methods.evict import EvictMethod, Full
+from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.methods.hold import HoldMethod
 
 _OPEN, _CLOSE = "([", ")]"
@@ -88,6 +89,15 @@ class Plan:
         return self.stage("route")
 
     @property
+    def flows(self) -> list[FlowMethod]:
+        """What decides which tokens run in the prefill: reduce and route, if they do anything."""
+        found = [method for method in (self.reduce, self.route) if method is not None]
+        flows = [method for method in found if isinstance(method, FlowMethod)]
+        if len(flows) < len(found):
+            raise PlanError(f"{found[0].name} is no FlowMethod: it cannot act in the prefill")
+        return [method for method in flows if not method.is_identity]
+
+    @property
     def evict(self) -> EvictMethod | None:
         method = self.stage("evict")
         return method if isinstance(method, EvictMethod) else None
@@ -139,7 +149,7 @@ def _method(text: str) -> Method:
         if not method.takes_budget():
             raise PlanError(f"{name} takes no budget: write {name} alone")
         values[field] = _budget(method, budget)
-    elif method.needs_budget():
+    elif method.needs_budget() and not set(method.instead_of_budget) & set(options):
         raise PlanError(f"{name} needs a budget: {method.budget_hint.format(name=name)}")
     for key, value in options.items():
         values[key] = read_field(method, key, value)

@@ -174,6 +174,47 @@ class LayerView:
         return total
 
 
+@dataclass
+class StepView:
+    """What a method may see of one sequence before a layer: the step's own tokens.
+
+    Attributes
+    ----------
+    layer, n_layers : int
+        The layer that comes next, of how many.
+    index : Tensor
+        ``[R]`` int64 ascending, the tokens that may run in it.
+    layout : Layout
+        Of these tokens.
+    hidden : Tensor
+        ``[R, D]``, the states with which they enter the layer.
+    """
+
+    layer: int
+    n_layers: int
+    index: Tensor
+    layout: Layout
+    hidden: Tensor
+    _ask: Callable[[], list[LayerView]] = field(repr=False)
+
+    @cached_property
+    def attention(self) -> list[LayerView]:
+        """The layer's queries and keys of these tokens, behind the keys of earlier turns.
+
+        One view per group of KV heads that hold the same earlier tokens. Computed when asked for.
+        """
+        return self._ask()
+
+    @property
+    def newest_attention(self) -> Tensor:
+        """``[R]`` fp32 on the CPU: head-mean attention of the newest token to these tokens."""
+        parts = [view.newest_attention() for view in self.attention]
+        heads = sum(len(part) for part in parts)
+        size = len(self.index)
+        total: Tensor = torch.stack([part[:, -size:].sum(0) for part in parts]).sum(0) / heads
+        return total.cpu()
+
+
 def _runs(rows: Tensor, most: int, size: int) -> Iterator[Tensor]:
     """``rows`` in runs of at most ``most``, each within one eighth of ``size`` candidates."""
     part = rows // max(size // _SPANS, 1)

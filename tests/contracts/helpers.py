@@ -309,8 +309,34 @@ def visible(steps: Sequence[Step], layer: int, heads: int) -> Tensor:
     return seen
 
 
-def reference(model: PreTrainedModel, inputs: Mapping[str, Any], steps: Sequence[Step]) -> Tensor:
-    """``[T, V]``: one forward over the whole conversation, each row blind to what was gone."""
+def active(cache: RequestCache, row: int = 0) -> list[Tensor]:
+    """Per layer ``[T]`` bool: the tokens that ran in it, as the flows' decisions say."""
+    length = cache.progress.counts[row]
+    ran = [torch.ones(length, dtype=torch.bool) for _ in cache]
+    for flow in cache.flows:
+        for decision in flow.decisions:
+            visual = cache.progress.layouts[row].visual
+            turns = sorted({d.first[row] for f in cache.flows for d in f.decisions})
+            stop = next((turn for turn in turns if turn > decision.first[row]), length)
+            mine = torch.zeros(length, dtype=torch.bool)
+            mine[decision.first[row] : stop] = True
+            for layer in range(decision.layer, len(ran)):
+                # What a stage has chosen holds until the next one says otherwise.
+                ran[layer][mine & visual] = False
+                ran[layer][decision.active[row]] = True
+    return ran
+
+
+def reference(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    steps: Sequence[Step],
+    ran: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """``[T, V]``: one forward over the whole conversation, each row blind to what was gone.
+
+    With ``ran``, per layer ``[T]`` bool, a layer is given those rows alone, gathered and scattered.
+    """
     family = family_of(model)
     text = family.text_model(model)
     given = reaching_text_model(family, model, model, **inputs)
@@ -327,15 +353,17 @@ def reference(model: PreTrainedModel, inputs: Mapping[str, Any], steps: Sequence
             seen = visible(steps, number, text.config.num_attention_heads)
             if family.layer_kind(text, number) == "sliding":
                 seen &= ~torch.ones(length, length).tril(-text.config.sliding_window).bool()
+            rows = torch.arange(length) if ran is None else torch.nonzero(ran[number]).flatten()
+            seen = seen[:, rows][..., rows]
             mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(hidden.dtype).min)
             output = layer(
-                hidden,
+                hidden[:, rows],
                 attention_mask=mask[None],
                 position_ids=None,
-                position_embeddings=rotary,
+                position_embeddings=tuple(part[..., rows, :] for part in rotary),
                 use_cache=False,
             )
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = hidden.index_copy(1, rows, output[0] if isinstance(output, tuple) else output)
             if number < len(deepstack):
                 hidden = hidden.clone()
                 hidden[given["visual_pos_masks"]] += deepstack[number]

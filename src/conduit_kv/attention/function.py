@@ -42,6 +42,22 @@ class Step:
     scaling: float = 1.0
 
 
+class Question:
+    """Given in place of a :class:`Step`: what would the layer's queries and keys be?
+
+    The layer runs up to its attention, which answers by raising :class:`Answer`: all that a family
+    does to queries and keys is done, and nothing after it.
+    """
+
+
+class Answer(Exception):
+    """Queries ``[B, H, n, d]`` and keys ``[B, G, n, d]``, RoPE applied, and the logits' factor."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, scaling: float) -> None:
+        super().__init__()
+        self.queries, self.keys, self.scaling = queries, keys, scaling
+
+
 def conduit_attention(
     module: nn.Module,
     query: Tensor,
@@ -50,7 +66,7 @@ def conduit_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    conduit: Step | None = None,
+    conduit: Step | Question | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -74,6 +90,8 @@ def conduit_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(conduit, Question):
+        raise Answer(query, key, factor)
     if conduit.keep_queries:
         conduit.queries.append(query)
         conduit.scaling = factor

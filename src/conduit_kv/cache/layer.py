@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Kept = Sequence[Sequence[Tensor]]
 """Per sequence, per KV head (or one for all heads): ``[n]`` int64 tokens, ascending."""
+_Snapshot = tuple[list[Segment], DenseSegment | None, int, int, list[int], tuple[int, int]]
 
 
 def crop_count(tokens_to_remove: int) -> int:
@@ -43,6 +44,14 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         What the request has seen, shared by all layers.
     kind : {"full", "sliding"}
         Sliding layers are left alone by every method.
+
+    Attributes
+    ----------
+    skipped : list of int
+        Per sequence, tokens that did not run in this layer; empty if all of them did.
+    work : tuple of int
+        Of the newest prefill or turn, over the batch with its padding: rows that ran, and keys
+        that they saw in all.
     """
 
     is_compileable = False
@@ -55,7 +64,10 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         self.kind = kind
         self.frozen: list[Segment] = []
         self.tail: DenseSegment | None = None
-        self._columns = 0  # written so far, padding included
+        self.skipped: list[int] = []
+        self.work = (0, 0)
+        self._turn = 0  # of which turn the work was
+        self._columns = 0  # seen so far, padding included
 
     # -- Transformers' cache-layer contract --------------------------------------------------
 
@@ -83,8 +95,15 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.tail is None:
             self.lazy_initialization(key_states, value_states)
         tail: DenseSegment = self.tail  # type: ignore[assignment]
+        if self.progress.seen == self.progress.turn_stop:
+            self._count(*key_states.shape[::2])
         tail.append(key_states, value_states, self.progress.step_tokens, self.progress.step_padded)
         return key_states, value_states
+
+    def _count(self, batch: int, new: int) -> None:
+        rows, pairs = self.work if self._turn == self.progress.turns else (0, 0)
+        seen = new * self.slots + new * (new + 1) // 2
+        self.work, self._turn = (rows + batch * new, pairs + batch * seen), self.progress.turns
 
     def get_seq_length(self) -> int:
         return self.progress.seen
@@ -97,7 +116,8 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.frozen, self.tail, self.is_initialized = [], None, False
-        self._columns = 0
+        self.skipped, self._columns = [], 0
+        self.work, self._turn = (0, 0), 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx)
@@ -130,9 +150,19 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         if self.tail.length < count or not self._tail_is_last(count):
             raise PlanError(
-                f"cannot take back {count} tokens: eviction or packing has acted on them. Take "
-                "back fewer, or decode under a plan that does neither"
+                f"cannot take back {count} tokens: the plan has acted on them in some layer. Take "
+                "back fewer, or decode under a plan that neither removes nor packs"
             )
+
+    def skip(self, columns: int, tokens: Sequence[int]) -> None:
+        """Some of the step's columns do not run here: so many, and so many tokens per sequence."""
+        self._columns += columns
+        before = self.skipped or [0] * len(tokens)
+        self.skipped = [old + new for old, new in zip(before, tokens, strict=True)]
+
+    def reached(self, row: int) -> int:
+        """Tokens of a sequence that ran in this layer so far, whether they are held or not."""
+        return self.progress.counts[row] - (self.skipped[row] if self.skipped else 0)
 
     # -- what a request's other parts use -----------------------------------------------------
 
@@ -282,6 +312,10 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all packed segments; who calls this packs their tokens anew from a copy."""
         self.frozen = [s for s in self.frozen if not isinstance(s, PackedSegment)]
 
+    def head_groups(self, row: int) -> list[list[int]]:
+        """KV heads of a sequence: all together if they hold the same tokens, else one by one."""
+        return self._head_groups(self.heads_agree(row))
+
     def _head_groups(self, alike: bool) -> list[list[int]]:
         """All KV heads together if they are alike, else one by one."""
         heads = list(range(self.kv_heads))
@@ -329,14 +363,15 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.keep(kept)
 
-    def snapshot(self) -> tuple[list[Segment], DenseSegment | None, int, int]:
+    def snapshot(self) -> _Snapshot:
         """What :meth:`restore` needs to forget tokens appended from now on."""
         length = 0 if self.tail is None else self.tail.length
-        return list(self.frozen), self.tail, length, self._columns
+        return list(self.frozen), self.tail, length, self._columns, self.skipped, self.work
 
-    def restore(self, state: tuple[list[Segment], DenseSegment | None, int, int]) -> None:
+    def restore(self, state: _Snapshot) -> None:
         """Go back to a :meth:`snapshot`."""
-        self.frozen, self.tail, length, self._columns = state
+        self.frozen, self.tail, length, self._columns, self.skipped, self.work = state
+        self._turn = 0
         self.is_initialized = self.tail is not None
         if self.tail is not None:
             self.tail.crop(self.tail.length - length)
@@ -345,6 +380,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         """Hold what ``other`` holds. Without ``copy_tail`` nothing may be appended here."""
         self.frozen = list(other.frozen)
         self.is_initialized, self._columns = other.is_initialized, other._columns
+        self.skipped, self.work, self._turn = other.skipped, other.work, other._turn
         if other.tail is not None:
             self.tail = other.tail.copy() if copy_tail else other.tail
 
@@ -355,6 +391,8 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         rows = rows.to(self.tail.keys.device)
         self.frozen = [segment.select_rows(rows) for segment in self.frozen]
         self.tail = self.tail.select_rows(rows)
+        if self.skipped:
+            self.skipped = [self.skipped[row] for row in rows.tolist()]
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         """Every tensor held: its kind, itself, and the bytes of it in use."""

@@ -33,6 +33,8 @@ class Progress:
         ``[B, n]`` int32: the current step's tokens; -1 for padding.
     step_padded : bool
         Whether the current step has padding.
+    turns, turn_start, turn_columns : int
+        Steps of more than one column so far; where the newest of them began, and its columns.
     """
 
     seen: int = 0
@@ -42,11 +44,19 @@ class Progress:
     next_position: list[int] = field(default_factory=list)
     step_tokens: Tensor = field(default_factory=lambda: torch.empty((0, 0), dtype=torch.int32))
     step_padded: bool = False
+    turns: int = 0
+    turn_start: int = 0
+    turn_columns: int = 0
     _padding: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @property
     def batch(self) -> int:
         return len(self.counts)
+
+    @property
+    def turn_stop(self) -> int:
+        """Columns seen when the newest prefill or turn had come."""
+        return self.turn_start + self.turn_columns
 
     def advance(
         self, valid: Tensor, layouts: Sequence[Layout], positions: Sequence[Tensor]
@@ -74,6 +84,9 @@ class Progress:
         if self.step_padded:
             self._padding.append((self.seen, valid))
         self.step_tokens = tokens.int()
+        if valid.shape[1] > 1:
+            self.turns += 1
+            self.turn_start, self.turn_columns = self.seen, valid.shape[1]
         self.seen += valid.shape[1]
         for row, (layout, position) in enumerate(zip(layouts, positions, strict=True)):
             self.counts[row] += len(layout)

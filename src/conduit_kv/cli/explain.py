@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from conduit_kv.engine.cost import Cost
 from conduit_kv.layout import Grid, Layout
 from conduit_kv.methods.evict.base import FLOOR, EvictMethod, Scores
+from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.view import LayerView
 
 if TYPE_CHECKING:
@@ -36,18 +38,45 @@ def explain(vlm: VLM, plan: Plan, inputs: Mapping[str, Any]) -> Iterator[str]:
     ]
     visual = int(vlm.family.visual_mask(vlm.model, ids).sum())
     yield f"plan {plan}"
-    yield f"prompt: {len(ids)} tokens, {visual} visual and {len(ids) - visual} text"
+    text = len(ids) - visual
+    yield f"prompt: {len(ids)} tokens, {visual} visual and {text} text"
+    reaching = [visual] * len(kinds)
+    layout = vlm.family.layouts(vlm.model, [ids], inputs)[0] if visual else Layout.text_only(text)
+    cost = Cost.of(vlm.family, text_model)
+
+    def flops(counts: Sequence[int]) -> float:
+        return cost.prefill([text + count for count in counts]).total
+
     for method in plan:
         if method.is_identity:
             yield f"{method.stage}: {method} does nothing; every layer keeps everything"
+        elif isinstance(method, FlowMethod):
+            method.check(len(kinds))
+            schedule = method.schedule(len(kinds), layout, flops)
+            if schedule is None:
+                yield f"{method.stage}: {method} leaves all visual tokens everywhere"
+                continue
+            reaching = schedule.per_layer
+            layout = _first(layout, reaching[0])
+            yield f"{method.stage}: visual tokens active, mean over layers: {schedule.formula()}"
+            for count, layers in _by_count(range(len(kinds)), reaching):
+                yield f"  layers {_runs(layers)}: {count} each"
+            full = flops([visual] * len(kinds))
+            yield f"  {100 * flops(reaching) / full:.1f} % of the full prefill's FLOPs"
         elif isinstance(method, EvictMethod):
-            yield from _evict(vlm, method, len(ids), visual, kinds)
+            yield from _evict(vlm, method, text, reaching, kinds)
         else:
             yield f"{method.stage}: {method}"
 
 
+def _first(layout: Layout, visual: int) -> Layout:
+    """The layout with its text and so many visual tokens: enough to count with."""
+    kept = layout.text | (layout.visual.long().cumsum(0) <= visual)
+    return layout.select(torch.nonzero(kept).flatten())
+
+
 def _evict(
-    vlm: VLM, method: EvictMethod, tokens: int, visual: int, kinds: Sequence[str]
+    vlm: VLM, method: EvictMethod, text: int, visual: Sequence[int], kinds: Sequence[str]
 ) -> Iterator[str]:
     full = [number for number, kind in enumerate(kinds) if kind == "full"]
     others = [number for number, kind in enumerate(kinds) if kind != "full"]
@@ -55,15 +84,14 @@ def _evict(
         yield f"layers {_runs(others)} are not causal full attention and are left alone"
     if not full:
         return
-    counted = visual if method.of == "visual" else tokens
+    most = [visual[layer] + (0 if method.of == "visual" else text) for layer in full]
     what = "visual tokens (all text besides)" if method.of == "visual" else "tokens"
-    total = method.budget.total([counted] * len(full), _bytes_per_token(vlm))
-    most = [counted] * len(full)
-    even = [[Scores(torch.zeros(counted))] for _ in full]
-    floor = 0 if method.of == "visual" else min(FLOOR, counted)
+    total = method.budget.total(most, _bytes_per_token(vlm))
+    even = [[Scores(torch.zeros(count))] for count in most]
+    floor = 0 if method.of == "visual" else min(FLOOR, *most)
     yield (
-        f"evict: {method.name} keeps {total} of {counted * len(full)} {what} over {len(full)} "
-        f"layers, {total / len(full):.1f} of {counted} per layer in the mean"
+        f"evict: {method.name} keeps {total} of {sum(most)} {what} over {len(full)} "
+        f"layers, {total / len(full):.1f} of {sum(most) / len(full):g} per layer in the mean"
     )
     if floor * len(full) > total:
         yield f"  the floor of {floor} tokens per layer is higher: {floor * len(full)} are kept"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from conduit_kv.compat import cache_name, take_cache
+from conduit_kv.engine.cost import Cost
 from conduit_kv.engine.report import Report
 from conduit_kv.engine.request import JoinedCache, RequestCache
 from conduit_kv.errors import InputError, PlanError
@@ -105,7 +106,7 @@ class Run:
         text_model = self.family.text_model(self.model)
         layers = len(self.family.layers(text_model))
         kinds = [str(self.family.layer_kind(text_model, layer)) for layer in range(layers)]
-        return RequestCache(kinds, self.plan)
+        return RequestCache(kinds, self.plan, Cost.of(self.family, text_model))
 
     # -- the two wrapped forwards ------------------------------------------------------------
 
@@ -236,6 +237,12 @@ class Run:
             raise PlanError(
                 "gradient checkpointing runs layers without a cache: call "
                 "model.gradient_checkpointing_disable(), or train without a plan"
+            )
+        flows = [method.name for method in self.plan.flows]
+        if flows and (kwargs.get("labels") is not None or self.model.training):
+            raise PlanError(
+                f"{' and '.join(flows)} leave tokens out, so that there is no loss over all of "
+                "them: leave out labels and call model.eval(), or train without these stages"
             )
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):

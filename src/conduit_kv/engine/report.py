@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from conduit_kv.engine.cost import Work
 from conduit_kv.stages.hold import average_bits
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class LayerReport:
         Visual tokens among them, per image.
     slots : int
         Slots attended: tokens held and, in a batch, the padding beside them.
+    active : int
+        Visual tokens that ran in the layer, whether they are held or not.
     """
 
     layer: int
@@ -39,6 +43,7 @@ class LayerReport:
     text: float
     images: tuple[float, ...]
     slots: int
+    active: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,11 @@ class SequenceReport:
         """Visual tokens held, mean over layers."""
         return sum(sum(layer.images) for layer in self.layers) / max(len(self.layers), 1)
 
+    @property
+    def active_visual(self) -> float:
+        """Visual tokens that ran, mean over layers: the sum over layers divided by their number."""
+        return sum(layer.active for layer in self.layers) / max(len(self.layers), 1)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -96,6 +106,10 @@ class Report:
         ``per_token``.
     notes : tuple of str
         What was not applied, and why.
+    work : Work or None
+        FLOPs of the newest prefill or turn and of a decoded token, beside those without a plan.
+    flows : tuple of str
+        Per reduce or route method and sequence, how many visual tokens ran where.
     """
 
     plan: str
@@ -107,6 +121,8 @@ class Report:
     visual_bits: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    work: Work | None = None
+    flows: tuple[str, ...] = ()
 
     @staticmethod
     def of(cache: RequestCache, seconds: dict[str, float] | None = None) -> Report:
@@ -115,10 +131,13 @@ class Report:
         kv = sum(used.get(kind, 0) for kind in ("keys", "values", "scales"))
         sequences = tuple(_sequence(cache, row) for row in range(cache.progress.batch))
         per_token = sum(layer.bytes_per_token for layer in cache)
-        notes = [*cache.eviction.notes, *cache.holding.notes]
+        notes = [note for stage in cache.stages for note in stage.notes]
         left_alone = [layer for layer in range(len(cache)) if cache.layers[layer].kind != "full"]
         if left_alone and cache.eviction.active:
             notes.append(f"layers {left_alone} have sliding windows and were left alone")
+        for flow in cache.flows:
+            if cache.progress.seen and not flow.schedules:
+                notes.append(f"{flow.method} was not applied: no image has been prefilled")
         if cache.eviction.active and not cache.eviction.budgets:
             notes.append(f"{cache.plan} was not applied: no prompt has been prefilled")
         return Report(
@@ -131,6 +150,8 @@ class Report:
             visual_bits=average_bits(cache),
             seconds=dict(seconds or {}),
             notes=tuple(notes),
+            work=Work.of(cache, cache.cost) if cache.cost is not None else None,
+            flows=tuple(_flows(cache)),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,6 +182,9 @@ class Report:
                 _bars([sum(layer.images) / max(visual, 1) for layer in sequence.layers]),
             )
         yield table
+        yield from self.flows
+        if self.work is not None and self.work.full_prefill.total:
+            yield _work(self.work)
         saved = _percent(self.kv_bytes, self.full_bytes)
         yield (
             f"K/V held {_size(self.kv_bytes)} ({saved} of {_size(self.full_bytes)}), "
@@ -176,6 +200,7 @@ class Report:
 
 def _sequence(cache: RequestCache, row: int) -> SequenceReport:
     layout = cache.progress.layouts[row]
+    text = int(layout.text.sum())
     layers = []
     for number, layer in enumerate(cache):
         heads = [0] if layer.heads_agree(row) else list(range(layer.kv_heads))
@@ -186,9 +211,42 @@ def _sequence(cache: RequestCache, row: int) -> SequenceReport:
         )
         total = sum(len(tokens) for tokens in held) / max(len(heads), 1)
         slots = sum(segment.slots for segment in layer.segments)
-        layers.append(LayerReport(number, layer.kind, total, total - sum(images), images, slots))
+        active = layer.reached(row) - text  # text runs everywhere
+        layers.append(
+            LayerReport(number, layer.kind, total, total - sum(images), images, slots, active)
+        )
     visual = layout.counts()
     return SequenceReport(len(layout), len(layout) - sum(visual), tuple(visual), tuple(layers))
+
+
+def _flows(cache: RequestCache) -> Iterator[str]:
+    for flow in cache.flows:
+        for row, schedule in enumerate(flow.schedules):
+            if schedule is not None:
+                name = f" (sequence {row})" if len(flow.schedules) > 1 else ""
+                yield (
+                    f"{flow.method.stage}{name}: visual tokens active, mean over layers: "
+                    f"{schedule.formula()}"
+                )
+
+
+def _work(work: Work) -> str:
+    prefill, full = work.prefill, work.full_prefill
+    ranking = f", and {_flops(prefill.ranking)} to rank" if prefill.ranking else ""
+    return (
+        f"prefill {_flops(prefill.attention + prefill.mlp)} ({_flops(prefill.attention)} attention,"
+        f" {_flops(prefill.mlp)} MLP){ranking}: {_percent(prefill.total, full.total)} of "
+        f"{_flops(full.total)}; a decoded token {_flops(work.step.total)} "
+        f"({_percent(work.step.total, work.full_step.total)})"
+    )
+
+
+def _flops(count: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000 or unit == "T":
+            return f"{count:.3g} {unit}FLOPs"
+        count /= 1000
+    return ""
 
 
 def _percent(part: float, whole: float) -> str:

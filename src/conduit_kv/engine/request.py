@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,18 @@ from transformers import Cache
 
 from conduit_kv.cache import VisualCache
 from conduit_kv.cache.layer import crop_count
+from conduit_kv.engine.cost import Cost
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.fill import Recorder
 from conduit_kv.stages.evict import Eviction
+from conduit_kv.stages.flow import Flow
 from conduit_kv.stages.hold import Holding
+
+if TYPE_CHECKING:
+    from conduit_kv.stack import Stream
 
 
 @dataclass
@@ -64,9 +69,13 @@ class RequestCache(VisualCache):
     kinds : sequence of str
         ``"full"`` or ``"sliding"``, per decoder layer.
     plan : Plan
+    cost : Cost or None
+        What the model's layers cost; None where nobody asks.
 
     Attributes
     ----------
+    flows : list of Flow
+        The reduce and route stages of this request, those that do something.
     ending : Ending
         The evict and hold stages of this request.
     watchers : list of Ending
@@ -75,9 +84,11 @@ class RequestCache(VisualCache):
         Takes an entry from this prefill.
     """
 
-    def __init__(self, kinds: Sequence[str], plan: Plan) -> None:
+    def __init__(self, kinds: Sequence[str], plan: Plan, cost: Cost | None = None) -> None:
         super().__init__(kinds)
         self.plan = plan
+        self.cost = cost
+        self.flows = self._new_flows()
         self.ending = Ending.of(plan, self)
         self.watchers: list[Ending] = []
         self.recorder: Recorder | None = None
@@ -103,6 +114,22 @@ class RequestCache(VisualCache):
         """``"full"`` or ``"sliding"``, per layer."""
         return [layer.kind for layer in self]
 
+    def _new_flows(self) -> list[Flow]:
+        others = [number for number, kind in enumerate(self.kinds) if kind != "full"]
+        for method in self.plan.flows:
+            if others:
+                raise PlanError(
+                    f"{method.name} needs causal full attention in every layer, and layers "
+                    f"{others} have another: take an evict method, which leaves such layers alone"
+                )
+            method.check(len(self.kinds))
+        return [Flow(method, self) for method in self.plan.flows]
+
+    @property
+    def stages(self) -> list[Flow | Eviction | Holding]:
+        """The stages of this request, in order."""
+        return [*self.flows, self.eviction, self.holding]
+
     # -- what the decoder loop calls ---------------------------------------------------------
 
     def run(
@@ -123,6 +150,42 @@ class RequestCache(VisualCache):
         """Before a layer: hidden states ``[B, n, D]`` of the step's tokens."""
         if self.recorder is not None:
             self.recorder.enter(layer, hidden)
+
+    @property
+    def routes_turns(self) -> bool:
+        """Whether tokens of a prefill or turn may be left out of some layers."""
+        return bool(self.flows)
+
+    def flow(self, layer: int, stream: Stream) -> None:
+        """Before a layer of a prefill or turn."""
+        for flow in self.flows:
+            if layer == 0:
+                flow.begin(stream, [self._flops(row) for row in range(self.progress.batch)])
+            if flow.acts(layer):
+                flow.act(layer, stream)
+
+    def listens(self, layer: int) -> bool:
+        """Whether a decision after ``layer`` needs the newest query in it."""
+        return any(flow.listens(layer) for flow in self.flows)
+
+    def listen(self, layer: int, queries: Tensor, scaling: float, stream: Stream) -> None:
+        """After a layer that :meth:`listens`: ``[B, H, m, d]``."""
+        for flow in self.flows:
+            if flow.listens(layer):
+                flow.listen(layer, queries, scaling, stream)
+
+    def _flops(self, row: int) -> Callable[[Sequence[int]], float]:
+        """FLOPs of the turn of one sequence, from its visual tokens per layer."""
+        layout = self.progress.layouts[row]
+        new = int((self.progress.step_tokens[row] >= 0).sum())
+        text = int(layout.text[len(layout) - new :].sum())
+
+        def flops(visual: Sequence[int]) -> float:
+            if self.cost is None:
+                raise PlanError("a target in FLOPs needs a model: make the cache by new_cache()")
+            return self.cost.prefill([text + count for count in visual], len(layout) - new).total
+
+        return flops
 
     @property
     def scores_turns(self) -> bool:
@@ -175,9 +238,9 @@ class RequestCache(VisualCache):
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         yield from super().tensors()
-        for ending in self._endings:
-            yield from ending.eviction.tensors()
-            yield from ending.holding.tensors()
+        stages = [stage for ending in self.watchers for stage in (ending.eviction, ending.holding)]
+        for stage in [*self.stages, *stages]:
+            yield from stage.tensors()
 
     # -- forks, and coming back from an error ------------------------------------------------
 
@@ -192,7 +255,13 @@ class RequestCache(VisualCache):
             A watcher of this cache: it is finished on the fork.
         """
         self.check_usable()
-        other = RequestCache(self.kinds, plan or self.plan)
+        other = RequestCache(self.kinds, plan or self.plan, self.cost)
+        if self.progress.seen and other.plan.flows != self.plan.flows:
+            raise PlanError(
+                f"the prompt was prefilled under {self.plan}: {other.plan} would have run other "
+                "tokens in it. Start from a new prefill"
+            )
+        other.flows = [flow.fork(other) for flow in self.flows]
         other.progress = self.progress.copy()
         for mine, its in zip(self.layers, other.layers, strict=True):
             its.progress = other.progress
@@ -210,11 +279,8 @@ class RequestCache(VisualCache):
     def snapshot(self) -> Any:
         """What :meth:`roll_back` needs to undo a step that fails."""
         self._moved = False
-        stages = [
-            (stage, stage.fork(self))
-            for ending in self._endings
-            for stage in (ending.eviction, ending.holding)
-        ]
+        endings = [stage for each in self.watchers for stage in (each.eviction, each.holding)]
+        stages = [(stage, stage.fork(self)) for stage in [*self.stages, *endings]]
         return self.progress.copy(), [layer.snapshot() for layer in self], stages
 
     def roll_back(self, before: Any) -> None:
@@ -240,7 +306,7 @@ class RequestCache(VisualCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         left = self.progress.seen - crop_count(tokens_to_remove)
-        decided_at = max(self.eviction.decided_at, self.holding.decided_at)
+        decided_at = max(stage.decided_at for stage in self.stages)
         if left < min(decided_at, self.progress.seen):
             raise PlanError(
                 f"cannot take back {-tokens_to_remove} tokens: {self.plan} decided by them what "
@@ -251,13 +317,14 @@ class RequestCache(VisualCache):
     def reset(self) -> None:
         super().reset()
         self.ending = Ending.of(self.plan, self)
+        self.flows = self._new_flows()
         self.watchers = []
         self._moved = self._broken = False
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)
-        self.eviction.select_rows(rows.tolist())
-        self.holding.select_rows(rows.tolist())
+        for stage in self.stages:
+            stage.select_rows(rows.tolist())
 
 
 class JoinedCache(Cache):  # type: ignore[misc]
@@ -294,6 +361,21 @@ class JoinedCache(Cache):  # type: ignore[misc]
 
     def enter(self, layer: nn.Module, hidden: Tensor) -> None:
         """Before a layer: members listen to nothing here."""
+
+    @property
+    def routes_turns(self) -> bool:
+        """Steps of several requests bring text alone, all of which runs everywhere."""
+        return False
+
+    def flow(self, layer: int, stream: Stream) -> None:
+        """Before a layer: nothing to decide."""
+
+    def listens(self, layer: int) -> bool:
+        """Whether a decision needs a layer's queries: there is none."""
+        return False
+
+    def listen(self, layer: int, queries: Tensor, scaling: float, stream: Stream) -> None:
+        """After a layer that :meth:`listens`."""
 
     @property
     def scores_turns(self) -> bool:

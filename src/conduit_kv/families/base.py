@@ -243,3 +243,13 @@ class Family(ABC):
             Keyword arguments that the top-level forward gave to the text model.
         """
         return hidden
+
+    def features_of(self, features: Mapping[str, Any], columns: Tensor) -> Mapping[str, Any]:
+        """``features`` for some columns of the step only, as :meth:`after_layer` takes them.
+
+        Parameters
+        ----------
+        columns : Tensor
+            ``[B, m]`` int64, the columns that run; -1 where a sequence has fewer.
+        """
+        return features

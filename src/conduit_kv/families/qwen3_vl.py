@@ -44,3 +44,16 @@ class Qwen3VL(MRope):
             hidden, features["visual_pos_masks"], embeds[layer]
         )
         return added
+
+    def features_of(self, features: Mapping[str, Any], columns: Tensor) -> Mapping[str, Any]:
+        """Deepstack features of those visual tokens that run."""
+        embeds = features.get("deepstack_visual_embeds")
+        if embeds is None:
+            return features
+        mask = features["visual_pos_masks"].to(columns.device)
+        number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)  # of a visual token
+        at = columns.clamp(min=0)
+        chosen = mask.gather(1, at) & (columns >= 0)
+        numbers = number.gather(1, at)[chosen]
+        picked = [embed[numbers.to(embed.device)] for embed in embeds]
+        return {**features, "visual_pos_masks": chosen, "deepstack_visual_embeds": picked}

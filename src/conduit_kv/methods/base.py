@@ -38,6 +38,8 @@ class Method:
         The field that a plan's text sets after a colon.
     budget_hint : str
         How to write it, for messages.
+    instead_of_budget : tuple of str
+        Options that say how much in its place.
     """
 
     name: ClassVar[str]
@@ -47,6 +49,7 @@ class Method:
     in_decode: ClassVar[str] = "nothing more is evicted"
     budget_field: ClassVar[str] = "budget"
     budget_hint: ClassVar[str] = "write {name}:0.2 to keep 20 %, or {name}:128"
+    instead_of_budget: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         """Check the fields; subclasses add their own checks and call this one.
@@ -99,7 +102,9 @@ class Method:
             value = getattr(self, field.name)
             if field.name == self.budget_field:
                 # A method that can only keep everything takes no budget in text.
-                budget = f":{value}" if self.takes_budget() and value is not None else ""
+                other = any(getattr(self, key) is not None for key in self.instead_of_budget)
+                given = self.takes_budget() and value is not None and not other
+                budget = f":{value}" if given else ""
             elif value != field.default:
                 changed.append(f"{field.name}={_as_text(value)}")
         return self.name + budget + (f"({', '.join(changed)})" if changed else "")

@@ -130,12 +130,14 @@ class Eviction:
     ) -> None:
         layout = self.cache.progress.layouts[row]
         of_visual = self.method.of == "visual"
-        seen = int(layout.visual.sum()) if of_visual else len(layout)
+        reached = [self.cache.layers[layer].reached(row) for layer in layers]
+        if of_visual:  # all text reaches every layer
+            reached = [count - int(layout.text.sum()) for count in reached]
         most = [
             int(view.layout.visual.sum()) if of_visual else view.size
             for view in (self._scored[layer][row][0][0] for layer in layers)
         ]
-        total = self.method.budget.total([seen] * len(layers), self._bytes_per_token())
+        total = self.method.budget.total(reached, self._bytes_per_token())
         scores = [[s for _, s in self._scored[layer][row]] for layer in layers]
         budgets = self.method.layer_budgets(total, scores, most)
         if sum(budgets) > total:
@@ -152,7 +154,8 @@ class Eviction:
                 for kept in per_head
             ]
             granted[layer].append([tokens for tokens, _, _ in heads])
-            self.budgets[layer].append((max(len(tokens) for tokens, _, _ in heads), len(layout)))
+            granted_here = max(len(tokens) for tokens, _, _ in heads)
+            self.budgets[layer].append((granted_here, self.cache.layers[layer].reached(row)))
             self._merge(layer, row, groups, chosen, changed[layer])
             self._carry(layer, row, groups, chosen)
 
@@ -202,7 +205,7 @@ class Eviction:
             # Heads that hold different tokens decode without eviction; the methods say so.
             return none
         granted, then = self.budgets[layer][row]
-        now = self.cache.progress.counts[row]
+        now = self.cache.layers[layer].reached(row)
         target = self.method.budget.target(
             granted, then, now, len(self.budgets), self._bytes_per_token()
         )

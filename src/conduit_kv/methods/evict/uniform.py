@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conduit_kv.budget import largest_remainder, share_out
 from conduit_kv.errors import PlanError
+from conduit_kv.layout import Layout
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.base import EvictMethod, Scores
 from conduit_kv.methods.evict.parts import sinks_and_last
@@ -54,21 +55,22 @@ class Uniform(EvictMethod):
         text, visual = order[levels == 1], order[levels == 0]
         room = max(budget - len(kept[0]), 0)
         kept.append(text[spread(min(room, len(text)), len(text))])
-        kept += self._thinned(view, visual, min(max(room - len(text), 0), len(visual)))
+        kept += thinned(view.layout, visual, min(max(room - len(text), 0), len(visual)))
         return [torch.sort(torch.cat(kept)).values]
 
-    def _thinned(self, view: LayerView, visual: Tensor, count: int) -> list[Tensor]:
-        layout = view.layout
-        owner = layout.image[visual]
-        sizes = torch.bincount(owner, minlength=len(layout.grids)).tolist()
-        shares = largest_remainder([s * count / max(len(visual), 1) for s in sizes], count)
-        kept = []
-        for image, mine in enumerate(shares):
-            tokens = visual[owner == image]
-            cells = torch.stack([layout.frame[tokens], layout.row[tokens], layout.column[tokens]])
-            # All layers hold the same tokens, and images are often of one size.
-            kept.append(tokens[_remembered(cells.numpy().tobytes(), mine)])
-        return kept
+
+def thinned(layout: Layout, visual: Tensor, count: int) -> list[Tensor]:
+    """``count`` of the tokens ``visual`` ``[N]``, image by image evenly over each grid."""
+    owner = layout.image[visual]
+    sizes = torch.bincount(owner, minlength=len(layout.grids)).tolist()
+    shares = largest_remainder([s * count / max(len(visual), 1) for s in sizes], count)
+    kept = []
+    for image, mine in enumerate(shares):
+        tokens = visual[owner == image]
+        cells = torch.stack([layout.frame[tokens], layout.row[tokens], layout.column[tokens]])
+        # All layers hold the same tokens, and images are often of one size.
+        kept.append(tokens[_remembered(cells.numpy().tobytes(), mine)])
+    return kept
 
 
 @lru_cache(maxsize=256)
