@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 ENVS := .envs
 PIP := -m pip --disable-pip-version-check --no-input -q
 
-.PHONY: demo test lint types test-5.19 oracle bench speed usage support-matrix clean
+.PHONY: demo test lint types test-5.19 oracle bench speed usage support-matrix docs clean
 
 demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
 	$(ENVS)/demo/bin/conduit-kv demo
@@ -38,6 +38,9 @@ usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hou
 support-matrix: test test-5.19  ## write the README's table of what was tested
 	$(ENVS)/test/bin/python -m tests.support_matrix
 
+docs: $(ENVS)/docs/ready  ## the site, in out/site; any warning is an error
+	$(ENVS)/docs/bin/python -m mkdocs build --strict
+
 clean:
 	rm -rf $(ENVS) out
 
@@ -60,6 +63,10 @@ $(ENVS)/transformers-5.19/ready: $(wildcard requirements/*.txt) pyproject.toml
 	$(call environment,transformers-5.19,requirements/transformers-5.19.txt)
 	$(ENVS)/transformers-5.19/bin/python $(PIP) install --no-deps --upgrade \
 		--target $(ENVS)/transformers-5.19/torchvision -r requirements/torchvision.txt
+	@touch $@
+
+$(ENVS)/docs/ready: requirements/docs.txt requirements/base.txt requirements/pins.txt pyproject.toml
+	$(call environment,docs,requirements/docs.txt)
 	@touch $@
 
 $(ENVS)/oracle/ready: requirements/oracle.txt

@@ -26,7 +26,16 @@ from conduit_kv.tasks import Item, Task, get_task
 if TYPE_CHECKING:
     from conduit_kv.engine.vlm import VLM
 
-__all__ = ["CONTROLS", "Bench", "Control", "Settings", "with_random"]
+__all__ = [
+    "CONTROLS",
+    "Answers",
+    "Bench",
+    "Control",
+    "Crew",
+    "Settings",
+    "Unit",
+    "with_random",
+]
 
 Control = Literal["wrong-image", "random"]
 CONTROLS: dict[str, str] = {
@@ -136,6 +145,21 @@ class _Part:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is asked in one go: an item, by its part of the run, under the plans that lack it."""
+
+    part: int
+    number: int
+    plans: tuple[str, ...]
+
+
+Answers = dict[str, tuple[Outcome, float]]
+"""Plan to what it answered, with its score."""
+Crew = Callable[[Sequence[Unit]], Iterator[tuple[Unit, Answers]]]
+"""What answers units in some order: other processes, other machines."""
+
+
 class Bench:
     """A run over tasks and plans that can be stopped and gone on with.
 
@@ -182,7 +206,9 @@ class Bench:
         )
         return items + (timed * len(self._plans) + looks) * len(self.settings.tasks)
 
-    def run(self, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    def run(
+        self, progress: Callable[[str], None] = lambda _: None, crew: Crew | None = None
+    ) -> dict[str, Any]:
         """Ask everything that is not known yet; gives what :meth:`results` gives.
 
         On any error, Ctrl-C included, what is known until then is written first.
@@ -191,11 +217,13 @@ class Bench:
         ----------
         progress : callable
             Called with a task's name after each step of :attr:`steps`.
+        crew : callable, optional
+            Who asks the items, in place of this process. Seconds are measured here, when all is
+            asked, so that nothing runs beside.
         """
         started = time.time()
         try:
-            for part in self._parts:
-                self._ask(part, progress)
+            self._ask(progress, crew)
             for part in self._parts:
                 if part.control is None:
                     self._look(part, progress)
@@ -221,22 +249,34 @@ class Bench:
             if "wrong-image" in self.settings.controls:
                 yield _Part(task, "wrong-image", items, _others(task, items, seed))
 
-    def _ask(self, part: _Part, progress: Callable[[str], None]) -> None:
-        task = part.task
-        for number, item in enumerate(part.items):
-            digest = part.digest(number)
-            missing = self.record.missing(
-                task.name, part.control, item.id, digest, list(self._plans)
-            )
-            if missing:
-                prompt = prompt_of(self.vlm, item, task.protocol, part.images(number))
-                outcomes = answer(self.vlm, prompt, [self._plans[plan] for plan in missing])
-                results = {
-                    plan: (outcome, task.score(outcome.text, item))
-                    for plan, outcome in zip(missing, outcomes, strict=True)
-                }
-                self.record.add(task.name, part.control, item.id, digest, results)
-            progress(task.name)
+    def _ask(self, progress: Callable[[str], None], crew: Crew | None) -> None:
+        units = []
+        for index, part in enumerate(self._parts):
+            for number, item in enumerate(part.items):
+                missing = self.record.missing(
+                    part.task.name, part.control, item.id, part.digest(number), list(self._plans)
+                )
+                if missing:
+                    units.append(Unit(index, number, tuple(missing)))
+                else:
+                    progress(part.task.name)
+        answered = crew(units) if crew else ((unit, self.answer(unit)) for unit in units)
+        for unit, results in answered:
+            part = self._parts[unit.part]
+            item, digest = part.items[unit.number], part.digest(unit.number)
+            self.record.add(part.task.name, part.control, item.id, digest, results)
+            progress(part.task.name)
+
+    def answer(self, unit: Unit) -> Answers:
+        """Ask one item under some plans; nothing is kept."""
+        part = self._parts[unit.part]
+        item = part.items[unit.number]
+        prompt = prompt_of(self.vlm, item, part.task.protocol, part.images(unit.number))
+        outcomes = answer(self.vlm, prompt, [self._plans[plan] for plan in unit.plans])
+        return {
+            plan: (outcome, part.task.score(outcome.text, item))
+            for plan, outcome in zip(unit.plans, outcomes, strict=True)
+        }
 
     def _look(self, part: _Part, progress: Callable[[str], None]) -> None:
         task = part.task

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conduit_kv.cli.common import (
-    DeviceOption,
-    ModelOption,
     ThreadsOption,
     check_target,
     complain,
     console,
     guarded,
-    load_vlm,
     seconds_text,
     share_text,
     size_text,
@@ -26,7 +23,9 @@ from conduit_kv.cli.common import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-DEFAULT_PLANS = ("full", "tgv-kv:0.5", "tgv-kv:0.2", "tgv-kv:0.1", "tgv-kv:0.05")
+    from conduit_kv.bench import Settings
+    from conduit_kv.bench.sweep import Sweep
+
 _ON_CHANGE = ("stop", "restart", "keep")
 
 
@@ -37,11 +36,25 @@ def bench(
         typer.Option("--task", "-t", help="Tasks, joined by commas or repeated."),
     ] = None,
     plan: Annotated[
-        list[str] | None, typer.Option("--plan", "-p", help="A plan; repeat for several.")
+        list[str] | None,
+        typer.Option("--plan", "-p", help="A plan; repeat for several. {} takes each budget."),
     ] = None,
-    model: ModelOption = "embedded",
-    n: Annotated[int, typer.Option("--n", "-n", help="Items per task.")] = 100,
-    seed: Annotated[int, typer.Option(help="Of the items.")] = 0,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option("--budget", "-b", help="Budgets for plans with {}, joined by commas."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", "-m", help='"embedded" (default), a hub name or a folder; repeat for more.'
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="A sweep in YAML; options given here come first."),
+    ] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Items per task (100).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the items (0).")] = None,
     control: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,8 +68,13 @@ def bench(
     json: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="Write manifest and rows; a rerun with the same FILE goes on with it."
+            "--json",
+            help="Write manifest and rows; a rerun with the same FILE goes on with it. With "
+            "several models a folder, in which each has its file.",
         ),
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="Write the rows of all models, .jsonl or .parquet.")
     ] = None,
     on_change: Annotated[
         str,
@@ -66,13 +84,20 @@ def bench(
         ),
     ] = "stop",
     timed: Annotated[
-        int, typer.Option(help="Items on which each plan is timed alone; 0 for none.")
-    ] = 3,
+        int | None, typer.Option(help="Items on which each plan is timed alone (3); 0 for none.")
+    ] = None,
     samples: Annotated[
-        int,
-        typer.Option(help="Items of each task of which what each plan keeps is kept, for report."),
-    ] = 2,
-    device: DeviceOption = None,
+        int | None,
+        typer.Option(help="Items of each task of which is kept what plans keep, for report (2)."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-w", min=1, help="Processes that ask, each with the model."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help='"cpu", "cuda:0,cuda:1", ...: workers take them in turn.'),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -87,50 +112,118 @@ def bench(
     All plans answer from one prefill per item. Ctrl-C keeps what is done; the same command goes on.
 
     conduit-kv bench --task board,board-late --plan full --plan tgv-kv:0.2 --n 50 --json out.json
+
+    conduit-kv bench -c sweep.yaml --workers 2 --json results/ --rows rows.parquet
     """
     from conduit_kv.errors import InputError
-    from conduit_kv.tasks import get_task, task_names
+    from conduit_kv.tasks import task_names
 
-    check_target(json)
     if on_change not in _ON_CHANGE:
         raise InputError(f"--on-change {on_change}: choose one of {', '.join(_ON_CHANGE)}")
-    tasks = tuple(name.strip() for part in task or () for name in part.split(",") if name.strip())
-    if not tasks:
-        raise InputError(f"name a task: --task board; known are {', '.join(task_names())}")
-    for name in tasks:
-        get_task(name)
 
-    from conduit_kv.bench import Bench, Settings
-    from conduit_kv.plan import Plan
+    from conduit_kv.bench.rows import ENDINGS, write_rows
+    from conduit_kv.bench.sweep import Sweep, read_sweep
 
-    settings = Settings(
-        tasks=tasks,
-        plans=tuple(Plan.of(text) for text in plan or DEFAULT_PLANS),
+    check_target(rows, ENDINGS)
+    sweep = (Sweep() if config is None else read_sweep(config)).replace(
+        models=_list(model),
+        tasks=_list(task),
+        plans=tuple(plan) if plan else None,
+        budgets=_list(budget),
         n=n,
         seed=seed,
-        controls=tuple(control or ()),
-        against=None if against is None else Plan.of(against),
+        controls=_list(control),
+        against=against,
         timed=timed,
         samples=samples,
+        workers=workers,
+        device=device,
+        dtype=dtype,
     )
-    dtype = dtype or ("float32" if model == "embedded" else "auto")
-    vlm = load_vlm(model, device, dtype, threads)
-    run = Bench(vlm, settings, json, on_change)  # type: ignore[arg-type]
-    if len(run.record):
-        typer.echo(f"going on with {len(run.record)} items that are known already", err=True)
-    try:
-        with _progress(run.steps) as step:
-            results = run.run(step)
-    except KeyboardInterrupt:
-        kept = f"{len(run.record)} items are kept in {json}" if json else "nothing was kept"
-        complain(f"stopped: {kept}" + ("; the same command goes on" if json else " (no --json)"))
-        raise typer.Exit(130) from None
-    out = console()
-    for table in _tables(results["rows"]):
-        out.print(table)
-    out.print("vs full: ↑ above, ↓ below (95 %), = both within a point of it, · not separated")
-    if json is not None:
-        typer.echo(f"{len(results['rows'])} rows in {json}")
+    if not sweep.tasks:
+        raise InputError(f"name a task: --task board; known are {', '.join(task_names())}")
+    settings = sweep.settings()
+    found = []
+    for name, file in _files(sweep.models, json):
+        run = _Run(sweep, settings, name, file, on_change, threads)
+        results = run()
+        found += results["rows"]
+        out = console()
+        if len(sweep.models) > 1:
+            out.print(f"[bold]{name}[/]")
+        for table in _tables(results["rows"]):
+            out.print(table)
+        if file is not None:
+            typer.echo(f"{len(results['rows'])} rows in {file}")
+    console().print(
+        "vs full: ↑ above, ↓ below (95 %), = both within a point of it, · not separated"
+    )
+    if rows is not None:
+        write_rows(found, rows)
+        typer.echo(f"{len(found)} rows in {rows}")
+
+
+def _list(values: list[str] | None) -> tuple[str, ...] | None:
+    """Repeated options whose values may be joined by commas."""
+    if not values:
+        return None
+    return tuple(part.strip() for value in values for part in value.split(",") if part.strip())
+
+
+def _files(models: tuple[str, ...], json: Path | None) -> list[tuple[str, Path | None]]:
+    """Where each model's results go."""
+    from conduit_kv.bench.sweep import slug
+    from conduit_kv.errors import InputError
+
+    if json is None:
+        return [(model, None) for model in models]
+    if len(models) == 1 and not json.is_dir():
+        check_target(json)
+        return [(models[0], json)]
+    if json.suffix == ".json" or json.is_file():
+        raise InputError(f"{json}: with several models name a folder, in which each has its file")
+    json.mkdir(parents=True, exist_ok=True)
+    files = [(model, json / f"{slug(model)}.json") for model in models]
+    if len({file for _, file in files}) < len(files):
+        raise InputError(f"two of the models {', '.join(models)} would share a file in {json}")
+    return files
+
+
+class _Run:
+    """One model's part of a sweep."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        settings: Settings,
+        model: str,
+        file: Path | None,
+        on_change: str,
+        threads: int | None,
+    ) -> None:
+        from conduit_kv.bench import Bench
+        from conduit_kv.bench.parallel import Processes, Source
+
+        dtype = sweep.dtype or ("float32" if model == "embedded" else "auto")
+        source = Source(model, sweep.device, dtype, threads)
+        self.crew = Processes(source, settings, sweep.workers) if sweep.workers > 1 else None
+        self.file = file
+        self.bench = Bench(source.load(), settings, file, on_change)  # type: ignore[arg-type]
+
+    def __call__(self) -> dict[str, Any]:
+        record = self.bench.record
+        if len(record):
+            typer.echo(f"going on with {len(record)} items that are known already", err=True)
+        try:
+            with _progress(self.bench.steps) as step:
+                return self.bench.run(step, self.crew)
+        except KeyboardInterrupt:
+            complain(
+                f"stopped: {len(record)} items are kept in {self.file}; the same command goes on"
+                if self.file
+                else "stopped: nothing was kept (no --json)"
+            )
+            raise typer.Exit(130) from None
 
 
 @contextmanager

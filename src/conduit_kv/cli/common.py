@@ -68,23 +68,9 @@ def load_vlm(
     model: str, device: str | None = None, dtype: str = "auto", threads: int | None = None
 ) -> VLM:
     """Load a model, without what Transformers says while it loads."""
-    import torch
-    from transformers.utils import logging
+    from conduit_kv.bench.parallel import Source
 
-    from conduit_kv.engine.load import load
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    try:
-        return load(model, device=device, dtype=dtype)
-    except RuntimeError as error:
-        if isinstance(error, ConduitError):
-            raise
-        raise InputError(
-            f"{model} cannot be loaded on {device or 'this device'}: {error}"
-        ) from None
+    return Source(model, device, dtype, threads).load()
 
 
 def check_target(path: Path | None, endings: Sequence[str] = ()) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conduit_kv.bench.record import items_path
+from conduit_kv.bench.rows import ENDINGS, read_rows
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.plan import Plan
 
@@ -74,7 +75,7 @@ class Results:
 
 
 def load(paths: Sequence[Path]) -> Results:
-    """Read results: ``.json`` files that ``conduit-kv bench`` wrote, or folders of them.
+    """Read results: files that ``conduit-kv bench`` wrote, or folders of its ``.json`` files.
 
     Of rows of the same model, task, plan and control the one with more items is taken.
 
@@ -124,7 +125,10 @@ def _is_bench(file: Path) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        if file.suffix in ENDINGS:
+            found = {"manifest": {}, "rows": read_rows(file)}
+        else:
+            found = json.loads(file.read_text(encoding="utf-8"))
         complete = isinstance(found["manifest"], dict) and all(
             key in row for row in found["rows"] for key in _NEEDED
         )
