@@ -183,7 +183,9 @@ def _files(models: tuple[str, ...], json: Path | None) -> list[tuple[str, Path |
     if json.suffix == ".json" or json.is_file():
         raise InputError(f"{json}: with several models name a folder, in which each has its file")
     json.mkdir(parents=True, exist_ok=True)
-    files = [(model, json / f"{slug(model)}.json") for model in models]
+    files: list[tuple[str, Path | None]] = [
+        (model, json / f"{slug(model)}.json") for model in models
+    ]
     if len({file for _, file in files}) < len(files):
         raise InputError(f"two of the models {', '.join(models)} would share a file in {json}")
     return files
