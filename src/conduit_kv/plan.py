@@ -16,6 +16,8 @@ from conduit_kv.methods.catalogue import find
 from conduit_kv.methods.evict import EvictMethod, Full
 from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.methods.hold import HoldMethod
+from conduit_kv.methods.reduce.nuwa import nuwa
+from conduit_kv.methods.route import Delete
 
 _OPEN, _CLOSE = "([", ")]"
 
@@ -57,7 +59,7 @@ class Plan:
             raise PlanError("the plan is empty: write a method such as tgv-kv:0.2, or full")
         if "" in parts:
             raise PlanError(f"plan {text!r}: a method is missing beside a '+'")
-        return Plan(tuple(_method(part) for part in parts))
+        return Plan(tuple(method for part in parts for method in _methods(part)))
 
     @staticmethod
     def of(value: Plan | str | Method | None) -> Plan:
@@ -121,6 +123,19 @@ class Plan:
 
     def __str__(self) -> str:
         return " + ".join(str(method) for method in self.methods)
+
+
+def _methods(text: str) -> tuple[Method, ...]:
+    """What a part of a plan stands for: a method, or those of a shorthand."""
+    if re.match(r"\s*nuwa\s*($|[:(])", text):
+        given = _method(text.replace("nuwa", "delete", 1))
+        if not isinstance(given, Delete) or given != Delete(given.budget):
+            raise PlanError(
+                f"{text!r}: nuwa takes a budget alone; write nuwa-reduce:... + "
+                "delete:...(rank=nuwa) to set more"
+            )
+        return nuwa(given.budget)
+    return (_method(text),)
 
 
 def _method(text: str) -> Method:

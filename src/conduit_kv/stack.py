@@ -48,8 +48,8 @@ class Stream:
     ----------
     embeddings : Tensor
         ``[B, n, hidden]``.
-    rotary : (Tensor, Tensor)
-        Cosine and sine, ``[..., n, d]``.
+    position_ids : Tensor
+        ``[B, n]``, or ``[3, B, n]`` for M-RoPE.
     features : mapping
         Further arguments of the text model.
 
@@ -60,6 +60,8 @@ class Stream:
     columns : list of Tensor or None
         Per sequence, ``[m_b]`` int64 ascending on the CPU: the columns that run, without padding;
         None while all of the step's columns run.
+    contiguous : bool
+        Whether the columns that run take positions without gaps.
     gone : list of Tensor
         Per sequence, ``[n]`` bool: columns that will never run again, padding among them.
     """
@@ -70,18 +72,22 @@ class Stream:
         text_model: nn.Module,
         cache: RequestCache | JoinedCache,
         embeddings: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        position_ids: Tensor,
         features: Mapping[str, Any],
         chunk: int | None,
     ) -> None:
         self.family, self.text_model, self.cache, self.chunk = family, text_model, cache, chunk
+        self.position_ids = position_ids
+        rotary: tuple[Tensor, Tensor] = text_model.rotary_emb(embeddings, position_ids)  # type: ignore
         self.hidden, self.rotary, self.features = embeddings, rotary, features
         self.columns: list[Tensor] | None = None
         self.gone: list[Tensor] = []
+        self.contiguous = False
         self._waiting, self._rotary, self._features = embeddings, rotary, features
         self._index: Tensor | None = None
         self._tokens = cache.progress.step_tokens
         self._changed = False  # whether the waiting states are a tensor of our own
+        self._shifted: tuple[list[int], list[Tensor] | None, tuple[Tensor, Tensor]] | None = None
 
     # -- which columns run -------------------------------------------------------------------
 
@@ -186,13 +192,35 @@ class Stream:
             return answer
         raise ModelError(f"layer {number} has no attention of Transformers': nothing can be ranked")
 
+    def rotary_of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the columns that run, where a layer's positions have no gaps too."""
+        shifts = self.cache.shifts(number)
+        if not self.contiguous and not any(shifts):
+            return self.rotary
+        if self._shifted is not None:
+            known, columns, rotary = self._shifted
+            if known == shifts and columns is self.columns:
+                return rotary
+        positions = self.position_ids
+        if self.columns is not None:
+            positions = positions[:, -self.hidden.shape[1] :].clone()
+            for row, mine in enumerate(self.columns):
+                first = self.position_ids[row, mine[0]]
+                steps = torch.arange(len(mine), device=positions.device)
+                positions[row, positions.shape[1] - len(mine) :] = first + steps
+        lower = positions.new_tensor(shifts or [0] * len(positions))
+        positions = (positions - lower[:, None]).clamp(min=0)
+        rotary = self.text_model.rotary_emb(self.hidden, positions)  # type: ignore[operator]
+        self._shifted = list(shifts), self.columns, rotary
+        return rotary
+
     def run(self, number: int, step: Step) -> None:
         """Run a layer over the columns that run, a chunk at a time."""
         layer = self.family.layers(self.text_model)[number]
         arguments = {cache_name(type(layer)): self.cache, "use_cache": True, "conduit": step}
         progress = self.cache.progress
         whole, columns = progress.step_tokens, self.hidden.shape[1]
-        size = self.chunk or columns
+        rotary, size = self.rotary_of(number), self.chunk or columns
         parts = []
         for start in range(0, columns, size):
             part = slice(start, start + size)
@@ -201,7 +229,7 @@ class Stream:
                 self.hidden[:, part],
                 attention_mask=None,
                 position_ids=None,
-                position_embeddings=tuple(x[..., part, :] for x in self.rotary),
+                position_embeddings=tuple(x[..., part, :] for x in rotary),
                 **arguments,
             )
             parts.append(output[0] if isinstance(output, tuple) else output)
@@ -271,8 +299,7 @@ def run_stack(
         cache.take_in(embeddings)
     if deciding:
         cache.begin()
-    rotary: tuple[Tensor, Tensor] = text_model.rotary_emb(embeddings, position_ids)  # type: ignore
-    stream = Stream(family, text_model, cache, embeddings, rotary, features, chunk)
+    stream = Stream(family, text_model, cache, embeddings, position_ids, features, chunk)
     routing = columns > 1 and cache.routes_turns
     step = Step(cache)
     states = [embeddings] if output_hidden_states else []

@@ -182,6 +182,8 @@ class StepView:
     ----------
     layer, n_layers : int
         The layer that comes next, of how many.
+    stage : int
+        The how manieth decision of the method it is, from 0.
     index : Tensor
         ``[R]`` int64 ascending, the tokens that may run in it.
     layout : Layout
@@ -192,6 +194,7 @@ class StepView:
 
     layer: int
     n_layers: int
+    stage: int
     index: Tensor
     layout: Layout
     hidden: Tensor

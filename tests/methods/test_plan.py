@@ -133,7 +133,6 @@ def test_of():
         ("snap-kv:0.2", "did you mean snapkv"),
         ("kivy:2", "did you mean kivi"),
         ("zzzzzz:0.2", "known are .*tgv-kv"),
-        ("lightkv:0.55", "known .stage route. but not available in this version"),
         ("nuwa:192", "known .stage reduce and route. but not available"),
         ("quest:64", "stage retrieve"),
         ("h2o:0.2 + snapkv:0.3", "both act in the stage evict"),

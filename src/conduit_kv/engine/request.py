@@ -164,6 +164,12 @@ class RequestCache(VisualCache):
             if flow.acts(layer):
                 flow.act(layer, stream)
 
+    def shifts(self, layer: int) -> list[int]:
+        """Per sequence, how far a layer's positions lie below the tokens' own; none: not at all."""
+        if any(flow.contiguous for flow in self.flows):
+            return list(self.layers[layer].skipped)
+        return []
+
     def listens(self, layer: int) -> bool:
         """Whether a decision after ``layer`` needs the newest query in it."""
         return any(flow.listens(layer) for flow in self.flows)
@@ -369,6 +375,11 @@ class JoinedCache(Cache):  # type: ignore[misc]
 
     def flow(self, layer: int, stream: Stream) -> None:
         """Before a layer: nothing to decide."""
+
+    def shifts(self, layer: int) -> list[int]:
+        """Of the members: see :meth:`RequestCache.shifts`."""
+        found = [member.shifts(layer) for member in self.members]
+        return [(mine or [0])[0] for mine in found] if any(found) else []
 
     def listens(self, layer: int) -> bool:
         """Whether a decision needs a layer's queries: there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,15 +32,12 @@ class Chosen:
         does, and so does the newest token.
     hidden : Tensor or None
         ``[c, D]``, their states where the method changes them (merging); None: as they are.
-    contiguous : bool
-        Whether the tokens that run on take positions without gaps from here on.
     note : str
         What could not be done, and why.
     """
 
     active: Tensor
     hidden: Tensor | None = None
-    contiguous: bool = False
     note: str = ""
 
 
@@ -53,6 +51,9 @@ class FlowMethod(Method):
         Visual tokens active, mean over all layers: a share of those of the turn (a decimal), or a
         number per turn that brings images (an integer).
     """
+
+    listens_to: ClassVar[Literal["newest", "all"]] = "newest"
+    """Whose queries in the layer before a decision: see :meth:`listens_before`."""
 
     budget: Budget = field(default=Budget(1.0))
 
@@ -104,7 +105,17 @@ class FlowMethod(Method):
         """Which ``count`` of the view's visual tokens run on."""
 
     def listens_before(self, layer: int, schedule: Schedule) -> bool:
-        """Whether the newest token's query in ``layer`` is needed by the decision after it."""
+        """Whether queries in the layer before ``layer`` are needed by the decision before it."""
+        return False
+
+    def contiguous(self, axes: int) -> bool:
+        """Whether tokens that run on take positions without gaps, which have so many axes.
+
+        Raises
+        ------
+        PlanError
+            If the method was told to and cannot.
+        """
         return False
 
 

@@ -54,6 +54,8 @@ class Flow:
         What could not be done, and why.
     decided_at : int
         Columns seen when tokens were last chosen; the tokens before cannot be taken back.
+    contiguous : bool
+        Whether a layer's tokens have positions without gaps.
     """
 
     method: FlowMethod
@@ -63,6 +65,7 @@ class Flow:
     ranked: list[tuple[int, int]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     decided_at: int = 0
+    contiguous: bool = False
     _due: bool = False
     _heard: dict[int, tuple[list[Tensor], float]] = field(default_factory=dict)
 
@@ -76,6 +79,7 @@ class Flow:
         """
         self._due, self._heard = False, {}
         progress = self.cache.progress
+        self.contiguous = self.method.contiguous(progress.position_ids(0).shape[0])
         turn = [
             layout.select(stream.tokens(row)[stream.running(row)].long())
             for row, layout in enumerate(progress.layouts)
@@ -114,16 +118,22 @@ class Flow:
             schedule = self.schedules[row]
             visual = torch.nonzero(layout.visual).flatten()
             if schedule is not None and layer in schedule.layers:
-                count = schedule.counts[schedule.layers.index(layer)]
+                stage = schedule.layers.index(layer)
+                count = schedule.counts[stage]
                 view = StepView(
                     layer,
                     len(self.cache.layers),
+                    stage,
                     tokens,
                     layout,
                     stream.states(row),
                     lambda row=row: asked.views(row),  # type: ignore[misc]
                 )
                 visual = self._choose(view, count, row, stream)
+                if len(visual) != count:  # what merges depends on the states
+                    counts = list(schedule.counts)
+                    counts[stage] = len(visual)
+                    self.schedules[row] = replace(schedule, counts=tuple(counts))
             places = torch.cat([torch.nonzero(layout.text).flatten(), visual])
             chosen.append(pool[row][torch.sort(places).values])
             active.append(tokens[visual])
@@ -133,6 +143,7 @@ class Flow:
                 [mine[~torch.isin(mine, kept)] for mine, kept in zip(pool, chosen, strict=True)]
             )
         stream.activate(chosen)
+        stream.contiguous = self.contiguous
         self.decisions.append(Decision(layer, first, active))
 
     def _choose(self, view: StepView, count: int, row: int, stream: Stream) -> Tensor:
@@ -141,6 +152,9 @@ class Flow:
             self._note(chosen.note)
         if chosen.hidden is not None:
             stream.put(row, chosen.active, chosen.hidden)
+        newest = len(view.index) - 1
+        if view.layout.visual[-1] and newest not in chosen.active:
+            return torch.cat([chosen.active, torch.tensor([newest])])  # the answer begins there
         return chosen.active
 
     def listens(self, layer: int) -> bool:
@@ -151,12 +165,14 @@ class Flow:
         )
 
     def listen(self, layer: int, queries: Tensor, scaling: float, stream: Stream) -> None:
-        """Remember the newest token's query, of ``[B, H, m, d]`` of a layer that has just run."""
-        newest = [mine[:, stream.place(row)][:, -1:] for row, mine in enumerate(queries)]
-        self._heard = {layer + 1: (newest, scaling)}
+        """Remember queries, of ``[B, H, m, d]`` of a layer that has just run."""
+        heard = [mine[:, stream.place(row)] for row, mine in enumerate(queries)]
+        if self.method.listens_to == "newest":
+            heard = [mine[:, -1:] for mine in heard]
+        self._heard = {layer + 1: (heard, scaling)}
 
     def heard(self, layer: int) -> tuple[list[Tensor], float] | None:
-        """Per sequence the newest query ``[H, 1, d]`` of the layer before, if that was wanted."""
+        """Per sequence the queries ``[H, r, d]`` of the layer before, if they were wanted."""
         return self._heard.get(layer)
 
     def _note(self, note: str) -> None:
