@@ -107,7 +107,7 @@ def run(vlm: Any, results: Results, n: int, wrong: int, end: float | None) -> No
             missing = [name for name in plans if item.id not in done.get(name, {})]
             if not missing:
                 continue
-            shown = None if images is None else [b.render() for b in images.images]
+            shown = None if images is None else list(images.images)
             prompt = prompt_of(vlm, item, task.protocol, shown)
             for name in missing:
                 plan = Plan.parse(plans[name][1])

@@ -198,9 +198,9 @@ class Stream:
         if not self.contiguous and not any(shifts):
             return self.rotary
         if self._shifted is not None:
-            known, columns, rotary = self._shifted
+            known, columns, found = self._shifted
             if known == shifts and columns is self.columns:
-                return rotary
+                return found
         positions = self.position_ids
         if self.columns is not None:
             positions = positions[:, -self.hidden.shape[1] :].clone()
@@ -210,7 +210,7 @@ class Stream:
                 positions[row, positions.shape[1] - len(mine) :] = first + steps
         lower = positions.new_tensor(shifts or [0] * len(positions))
         positions = (positions - lower[:, None]).clamp(min=0)
-        rotary = self.text_model.rotary_emb(self.hidden, positions)  # type: ignore[operator]
+        rotary: tuple[Tensor, Tensor] = self.text_model.rotary_emb(self.hidden, positions)  # type: ignore
         self._shifted = list(shifts), self.columns, rotary
         return rotary
 
