@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conduit_kv.budget import Budget
+    from conduit_kv.capsule import load_artefact
     from conduit_kv.engine.compress import Run, compress
     from conduit_kv.engine.load import load
     from conduit_kv.engine.report import Report
@@ -43,6 +44,7 @@ _WHERE = {
     "VLM": "engine.vlm",
     "compress": "engine.compress",
     "load": "engine.load",
+    "load_artefact": "capsule",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "Session",
     "compress",
     "load",
+    "load_artefact",
 ]
 
 

@@ -42,6 +42,8 @@ class Plan:
                     f"{first.name} and {second.name} both act in the stage {first.stage}: "
                     "take one of them"
                 )
+        for method in ordered:
+            method.check_beside([other for other in ordered if other is not method])
         object.__setattr__(self, "methods", tuple(ordered) or (Full(),))
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class VisualCache(Cache):  # type: ignore[misc]
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self.progress = Progress()
+        self.rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+        """Position ids ``[axes, T]`` to cosines and sines ``[T, d/2]`` of the model's RoPE."""
         super().__init__(layers=[VisualLayer(self.progress, kind) for kind in kinds])
 
     def __iter__(self) -> Iterator[VisualLayer]:

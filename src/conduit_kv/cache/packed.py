@@ -21,7 +21,7 @@ from conduit_kv.attention.paths import Mask, attend
 from conduit_kv.cache import codec
 from conduit_kv.cache.segments import Segment
 from conduit_kv.errors import ModelError
-from conduit_kv.kernels import cpu
+from conduit_kv.kernels import cpu, gpu
 
 
 class Store(ABC):
@@ -51,7 +51,7 @@ class Store(ABC):
         """The store of one of its rows alone."""
 
     def attend(self, query: Tensor, scaling: float, index: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Attention of one row ``[1, H', 1, d]`` by a kernel of its own; None if there is none."""
+        """Attention of rows ``[1, H', n, d]`` that see all of it, in a way of its own, or None."""
         return None
 
 
@@ -121,10 +121,11 @@ class Quantised(Store):
 
     def attend(self, query: Tensor, scaling: float, index: Tensor) -> tuple[Tensor, Tensor] | None:
         group = query.shape[1] // self.keys.shape[0]
-        fits = self.keys_by == "channel" and query.device.type == "cpu"
-        if not (fits and cpu.supports(group, self.widths)):
+        kernel = {"cpu": cpu, "cuda": gpu}.get(query.device.type)
+        fits = query.shape[2] == 1 and self.keys_by == "channel" and kernel is not None
+        if not fits or kernel is None or not kernel.supports(group, self.widths):
             return None
-        output, lse = cpu.decode(
+        output, lse = kernel.decode(
             query[0, :, 0],
             self.keys,
             self.key_scales,
@@ -261,10 +262,9 @@ class Part:
 
     def attend(self, query: Tensor, scaling: float, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of ``[1, H', n, d]``: output, and log-sum-exp ``[1, H', n]``."""
-        if query.shape[2] == 1:
-            found = self.store.attend(query, scaling, self.index)
-            if found is not None:
-                return found
+        found = self.store.attend(query, scaling, self.index)
+        if found is not None:
+            return found
         keys, values = self.store.dense(query.dtype)
         mask = None
         if self.holes:

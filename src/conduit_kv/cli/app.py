@@ -7,6 +7,7 @@ import typer
 from conduit_kv.cli.ask import ask
 from conduit_kv.cli.bench import bench
 from conduit_kv.cli.demo import demo
+from conduit_kv.cli.fit import fit
 from conduit_kv.cli.methods import methods
 from conduit_kv.cli.report import report
 from conduit_kv.cli.selftest import selftest
@@ -42,4 +43,5 @@ app.command()(methods)
 app.command()(selftest)
 app.command()(bench)
 app.command()(report)
+app.add_typer(fit, name="fit")
 app.add_typer(setup, name="setup")

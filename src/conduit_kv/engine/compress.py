@@ -25,6 +25,7 @@ from conduit_kv.families import Family, family_of
 from conduit_kv.layout import Layout
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
+from conduit_kv.reuse.rotate import angles
 from conduit_kv.stack import run_stack
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -106,7 +107,11 @@ class Run:
         text_model = self.family.text_model(self.model)
         layers = len(self.family.layers(text_model))
         kinds = [str(self.family.layer_kind(text_model, layer)) for layer in range(layers)]
-        return RequestCache(kinds, self.plan, Cost.of(self.family, text_model))
+        if self.plan.hold is not None:
+            self.plan.hold.check_model(self.model)
+        cache = RequestCache(kinds, self.plan, Cost.of(self.family, text_model))
+        cache.rotary = functools.partial(angles, self.family, text_model)
+        return cache
 
     # -- the two wrapped forwards ------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from conduit_kv.engine.cost import Work
-from conduit_kv.stages.hold import average_bits
+from conduit_kv.stages.hold import average_bits, learned_bytes
 
 if TYPE_CHECKING:
     from conduit_kv.engine.request import RequestCache
@@ -101,6 +101,8 @@ class Report:
         Bytes of K and V if every token seen were held.
     visual_bits : float or None
         Payload bits of a number of the visual tokens held, without scales; None if none is packed.
+    learned_bytes : int
+        Bytes of learned parts that the cache is read with: process memory, shared by all requests.
     seconds : dict
         Wall-clock seconds by phase: ``encode``, ``first_token`` (from processed inputs),
         ``per_token``.
@@ -119,6 +121,7 @@ class Report:
     bytes_by_kind: dict[str, int]
     full_bytes: int
     visual_bits: float | None = None
+    learned_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     work: Work | None = None
@@ -148,6 +151,7 @@ class Report:
             bytes_by_kind=allocated,
             full_bytes=per_token * sum(s.tokens for s in sequences),
             visual_bits=average_bits(cache),
+            learned_bytes=learned_bytes(cache),
             seconds=dict(seconds or {}),
             notes=tuple(notes),
             work=Work.of(cache, cache.cost) if cache.cost is not None else None,
@@ -192,6 +196,8 @@ class Report:
         )
         if self.visual_bits is not None:
             yield f"visual tokens held at {self.visual_bits:.2f} bits on average, without scales"
+        if self.learned_bytes:
+            yield f"learned parts {_size(self.learned_bytes)}, shared by all requests"
         if self.seconds:
             yield ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         for note in self.notes:

@@ -269,6 +269,7 @@ class RequestCache(VisualCache):
             )
         other.flows = [flow.fork(other) for flow in self.flows]
         other.progress = self.progress.copy()
+        other.rotary = self.rotary
         for mine, its in zip(self.layers, other.layers, strict=True):
             its.progress = other.progress
             # What an eviction keeps is copied by it; layers that it leaves alone are not.

@@ -8,6 +8,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -77,6 +78,9 @@ class Method:
     def is_identity(self) -> bool:
         """Whether this setting does nothing, so that the plain path is taken."""
         return False
+
+    def check_beside(self, others: Sequence[Method]) -> None:
+        """Raise PlanError if it cannot act beside the plan's other methods."""
 
     @classmethod
     def takes_budget(cls) -> bool:

@@ -58,6 +58,25 @@ def unrotate(family: Family, text_model: nn.Module, keys: Tensor, rotary: Rotary
     return _apply(family, text_model, keys, cos / scale**2, -sin / scale**2)
 
 
+def angles(family: Family, text_model: nn.Module, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[T, d/2]`` fp32 of each token, M-RoPE's axes joined.
+
+    Channels ``i`` and ``i + d/2`` of a key are turned by one angle. The model's own rotation of a
+    one in the first half says which.
+
+    Parameters
+    ----------
+    position_ids : Tensor
+        ``[1, T]``, or ``[3, T]`` for M-RoPE.
+    """
+    rotary = rotary_of(text_model, position_ids)
+    width, tokens = rotary[0].shape[-1], position_ids.shape[-1]
+    probe = torch.zeros((1, 1, tokens, width), device=rotary[0].device)
+    probe[..., : width // 2] = 1.0
+    cos, sin = rotate(family, text_model, probe, rotary)[0, 0].chunk(2, dim=-1)
+    return cos, sin
+
+
 def _apply(family: Family, text_model: nn.Module, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     attention = family.attention(family.layers(text_model)[0])
     module: Any = sys.modules[type(attention).__module__]

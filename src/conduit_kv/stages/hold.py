@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conduit_kv.cache import PackedSegment, Part, VisualCache, VisualLayer
-from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene
+from conduit_kv.cache import Capsule, PackedSegment, Part, VisualCache, VisualLayer
+from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene, Where
 from conduit_kv.methods.hold.windowquant import WindowQuant
 
 _PROBES = 8
@@ -46,6 +46,7 @@ class Holding:
     _scaling: float = 1.0
     _done: set[int] = field(default_factory=set)
     _looked_at: list[int] = field(default_factory=list)
+    _turned: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _copies: dict[int, list[list[Piece]]] = field(default_factory=dict)
 
     @property
@@ -93,7 +94,7 @@ class Holding:
 
     def begin(self) -> None:
         """Before the first layer of a prefill or turn."""
-        self._done, self._probes = set(), {}
+        self._done, self._probes, self._turned = set(), {}, {}
 
     def observe(self, layer: int, queries: Tensor, scaling: float, *, at_once: bool) -> None:
         """After a layer has run the step's tokens.
@@ -122,7 +123,7 @@ class Holding:
         for layer, held in enumerate(self.cache):
             if held.kind == "full" and layer not in self._done:
                 self._pack(layer)
-        self._probes = {}
+        self._probes, self._turned = {}, {}
         self._looked_at = list(self.cache.progress.counts)
 
     # -- packing one layer -------------------------------------------------------------------
@@ -185,16 +186,16 @@ class Holding:
         layout = self.cache.progress.layouts[row]
         similar = partial(self._similarity.__getitem__, row)
         bits = method.bits_of(Scene(layout, similar), piece[1])
-        parts = self._stored(piece, bits)
+        parts = self._stored(layer, row, piece, bits)
         if method.guard and parts and layer in self._probes:
             error = self._error(layer, row, piece, parts)
             if error > method.guard:
                 self.guarded[layer, row] = max(error, self.guarded.get((layer, row), 0.0))
                 bits = method.more(bits)
-                parts = self._stored(piece, bits)
+                parts = self._stored(layer, row, piece, bits)
         return bits, parts
 
-    def _stored(self, piece: Piece, bits: Tensor) -> list[tuple[int, Part]]:
+    def _stored(self, layer: int, row: int, piece: Piece, bits: Tensor) -> list[tuple[int, Part]]:
         method: HoldMethod = self.method  # type: ignore[assignment]
         heads, tokens, keys, values = piece
         parts = []
@@ -203,10 +204,25 @@ class Holding:
                 continue
             at = torch.nonzero(bits == level).flatten()
             there = at.to(keys.device)
-            store = method.store(keys.index_select(1, there), values.index_select(1, there), level)
+            where = Where(layer, heads[0], self.cache.layers[layer].kv_heads, tokens[at],
+                          partial(self._angles, row))  # fmt: skip
+            store = method.store(
+                keys.index_select(1, there), values.index_select(1, there), level, where
+            )
             index = tokens[at].to(keys.device, torch.int32)
             parts.append((level, Part(heads[0], len(heads), index, store, keys.dtype)))
         return parts
+
+    def _angles(self, row: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[S, d/2]`` of some tokens; all layers share what they have alike."""
+        key = (row, int(tokens[0]), int(tokens[-1]), len(tokens))
+        if key not in self._turned:
+            if self.cache.rotary is None:
+                raise RuntimeError("this cache was made without the model's rotary embedding")
+            cos, sin = self.cache.rotary(self.cache.progress.position_ids(row))
+            there = tokens.to(cos.device)
+            self._turned[key] = cos[there].contiguous(), sin[there].contiguous()
+        return self._turned[key]
 
     def _error(
         self, layer: int, row: int, piece: Piece, parts: Sequence[tuple[int, Part]]
@@ -293,6 +309,19 @@ class Holding:
             for new, old in enumerate(rows)
             if (layer, old) in self.guarded
         }
+
+
+def learned_bytes(cache: VisualCache) -> int:
+    """Bytes of learned parts that the cache is read with: process memory, shared by requests."""
+    parts = {
+        id(part.store.parts.basis): part.store.parts.bytes()
+        for layer in cache
+        for segment in layer.frozen
+        if isinstance(segment, PackedSegment)
+        for part in (part for row in segment.rows for part in row)
+        if isinstance(part.store, Capsule)
+    }
+    return sum(parts.values())
 
 
 def average_bits(cache: VisualCache) -> float | None:

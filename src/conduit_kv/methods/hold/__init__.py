@@ -1,10 +1,13 @@
 """The hold stage: how kept keys and values are stored and read."""
 
-from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Quantiser, Scene
+from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Quantiser, Scene, Where
 from conduit_kv.methods.hold.fp8 import Fp8
 from conduit_kv.methods.hold.kivi import Kivi
+from conduit_kv.methods.hold.kvcapsule import KvCapsule
+from conduit_kv.methods.hold.pca import Pca
 from conduit_kv.methods.hold.random_windows import RandomWindows
 from conduit_kv.methods.hold.rtn import Rtn
+from conduit_kv.methods.hold.stride_interpolate import StrideInterpolate
 from conduit_kv.methods.hold.windowquant import WindowQuant
 
 __all__ = [
@@ -12,9 +15,13 @@ __all__ = [
     "Fp8",
     "HoldMethod",
     "Kivi",
+    "KvCapsule",
+    "Pca",
     "Quantiser",
     "RandomWindows",
     "Rtn",
     "Scene",
+    "StrideInterpolate",
+    "Where",
     "WindowQuant",
 ]

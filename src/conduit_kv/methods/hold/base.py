@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,29 @@ class Scene:
 
 
 @dataclass(frozen=True)
+class Where:
+    """Which tokens of which layer are to be packed.
+
+    Attributes
+    ----------
+    layer : int
+    first, heads : int
+        The first KV head, and how many the layer has.
+    tokens : Tensor
+        ``[S]`` int64 ascending.
+    rotary : callable
+        ``rotary(tokens)`` gives cosines and sines ``[S, d/2]`` fp32: a key's channels ``i`` and
+        ``i + d/2`` were turned by that angle.
+    """
+
+    layer: int
+    first: int
+    heads: int
+    tokens: Tensor
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class HoldMethod(Method):
     """Base of the hold methods.
 
@@ -57,8 +80,11 @@ class HoldMethod(Method):
         :data:`FULL_BITS` leaves a token alone. Text is left alone unless a method says otherwise.
         """
 
+    def check_model(self, model: Any) -> None:
+        """Raise PlanError if it cannot act on a model."""
+
     @abstractmethod
-    def store(self, keys: Tensor, values: Tensor, bits: int) -> Store:
+    def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:
         """Pack K (RoPE applied) and V ``[P, S, d]`` of tokens that got the same bits."""
 
     @property
@@ -106,5 +132,5 @@ class Quantiser(HoldMethod):
             packed = scene.layout.visual[tokens]
         return torch.where(packed, self.bits, FULL_BITS)
 
-    def store(self, keys: Tensor, values: Tensor, bits: int) -> Store:
+    def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:
         return Quantised.of(keys, values, bits, self.keys_by)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conduit_kv.cache.packed import Narrow, Store
 from conduit_kv.methods.base import register
-from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene
+from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene, Where
 
 
 @register
@@ -32,5 +32,5 @@ class Fp8(HoldMethod):
         packed = scene.layout.visual[tokens] if self.of == "visual" else tokens >= 0
         return torch.where(packed, 8, FULL_BITS)
 
-    def store(self, keys: Tensor, values: Tensor, bits: int) -> Store:
+    def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:
         return Narrow.of(keys, values)

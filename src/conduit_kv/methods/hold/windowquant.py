@@ -13,7 +13,7 @@ from conduit_kv.cache.packed import Quantised, Store
 from conduit_kv.errors import PlanError
 from conduit_kv.layout import Layout
 from conduit_kv.methods.base import register
-from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene
+from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene, Where
 
 _MOST_FULL = 0.05
 """With ``avg_bits``, the largest share of windows in full precision."""
@@ -186,5 +186,5 @@ class WindowQuant(HoldMethod):
             room -= cost
         return bits
 
-    def store(self, keys: Tensor, values: Tensor, bits: int) -> Store:
+    def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:
         return Quantised.of(keys, values, bits)

@@ -1,0 +1,202 @@
+r"""Blocks of visual tokens of which some keys are kept, and of values a few coefficients.
+
+A block is ``g`` consecutive visual tokens. Its keys are rebuilt from those kept, before RoPE,
+
+.. math:: \hat K = \mu^K + M\,(K_{kept} - \mu^K_{kept})
+
+and turned to their positions; the kept ones are exact. Its values are coefficients of a basis over
+the tokens, :math:`C = U^\top (V - \mu^V)`, and are attended without being rebuilt:
+
+.. math:: a^\top V \approx (a^\top U)\, C + a^\top \mu^V
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from conduit_kv.cache.packed import Store
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """What one layer's blocks have in common; fitted, or given by a rule.
+
+    Attributes
+    ----------
+    kept : Tensor
+        ``[m]`` int64 ascending, places in a block whose keys are kept.
+    mix : Tensor
+        ``[g - m, m]``, how the other keys follow from them.
+    key_mean, value_mean : Tensor
+        ``[G, g, d]``.
+    basis : Tensor
+        ``[g, r]``, of values; its columns need not be orthonormal.
+    project : Tensor
+        ``[r, g]``, values to coefficients; the transpose of an orthonormal basis.
+    """
+
+    kept: Tensor
+    mix: Tensor
+    key_mean: Tensor
+    value_mean: Tensor
+    basis: Tensor
+    project: Tensor
+
+    @property
+    def block(self) -> int:
+        """``g``."""
+        return int(self.basis.shape[0])
+
+    @property
+    def missing(self) -> Tensor:
+        """``[g - m]`` int64 ascending, the places that are not kept."""
+        left = torch.ones(self.block, dtype=torch.bool, device=self.kept.device)
+        left[self.kept] = False
+        return torch.nonzero(left).flatten()
+
+    @property
+    def share(self) -> float:
+        """Share of the numbers of K and V that is kept."""
+        return (len(self.kept) + self.basis.shape[1]) / (2 * self.block)
+
+    def heads(self, first: int, count: int) -> BlockParts:
+        """Those of some of the KV heads."""
+        mine = slice(first, first + count)
+        return replace(self, key_mean=self.key_mean[mine], value_mean=self.value_mean[mine])
+
+    def to(self, device: torch.device) -> BlockParts:
+        """On another device."""
+        return BlockParts(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def bytes(self) -> int:
+        """Bytes of all of it."""
+        tensors = (getattr(self, name) for name in self.__dataclass_fields__)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn ``[..., S, d]`` by angles ``[S, d/2]``: channel ``i`` with ``i + d/2``."""
+    one, two = x.chunk(2, dim=-1)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
+
+
+@dataclass(frozen=True)
+class Capsule(Store):
+    """K and V of whole blocks.
+
+    Attributes
+    ----------
+    keys : Tensor
+        ``[P, B, m, d]``, RoPE applied.
+    values : Tensor
+        ``[P, B, r, d]``, coefficients.
+    cos, sin : Tensor
+        ``[B g, d/2]`` fp32 of every slot; shared by all layers.
+    parts : BlockParts
+        Process memory, not the request's: shared by all requests.
+    once : bool
+        Whether rebuilt keys stay, which takes the room of all keys and saves the rebuilding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    cos: Tensor
+    sin: Tensor
+    parts: BlockParts
+    once: bool = False
+    rebuilt: list[Tensor] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, parts: BlockParts, once: bool
+    ) -> Capsule:
+        """Pack K (RoPE applied) and V ``[P, B g, d]``."""
+        pairs, slots, width = keys.shape
+        blocks = slots // parts.block
+        kept = keys.view(pairs, blocks, parts.block, width)[:, :, parts.kept].contiguous()
+        v = values.view(pairs, blocks, parts.block, -1).float() - parts.value_mean[:, None]
+        coefficients = torch.matmul(parts.project, v).to(values.dtype)
+        return Capsule(kept, coefficients, cos, sin, parts, once)
+
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        return self.parts.block
+
+    @property
+    def bits(self) -> float:  # type: ignore[override]
+        return 16 * self.parts.share
+
+    @property
+    def widths(self) -> tuple[int, int]:  # type: ignore[override]
+        return self.keys.shape[3], self.values.shape[3]
+
+    def _keys(self, dtype: torch.dtype) -> Tensor:
+        """``[P, B g, d]``: the kept keys and the others rebuilt."""
+        if self.rebuilt:
+            return self.rebuilt[0]
+        parts = self.parts
+        pairs, blocks, _, width = self.keys.shape
+        cos, sin = (x.view(blocks, parts.block, -1) for x in (self.cos, self.sin))
+        scale = (cos[:1, :1, :1].square() + sin[:1, :1, :1].square()).reshape(())
+        free = rotate(self.keys.float(), cos[:, parts.kept], -sin[:, parts.kept]) / scale
+        apart = free - parts.key_mean[:, None, parts.kept]
+        missing = parts.missing
+        others = torch.matmul(parts.mix, apart) + parts.key_mean[:, None, missing]
+        whole = self.keys.new_empty((pairs, blocks, parts.block, width), dtype=dtype)
+        whole[:, :, parts.kept] = self.keys.to(dtype)
+        whole[:, :, missing] = rotate(others, cos[:, missing], sin[:, missing]).to(dtype)
+        found = whole.flatten(1, 2)
+        if self.once:
+            self.rebuilt.append(found)
+        return found
+
+    def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        v = torch.matmul(self.parts.basis, self.values.float()) + self.parts.value_mean[:, None]
+        return self._keys(dtype), v.flatten(1, 2).to(dtype)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "keys", self.keys
+        yield "values", self.values
+        yield "rotary", self.cos
+        yield "rotary", self.sin
+        for tensor in self.rebuilt:
+            yield "keys", tensor
+
+    def units(self, kept: Tensor) -> Capsule:
+        kept = kept.to(self.keys.device)
+        cos, sin = (
+            x.view(-1, self.unit, x.shape[1])[kept].flatten(0, 1) for x in (self.cos, self.sin)
+        )
+        keys, values = self.keys[:, kept], self.values[:, kept]
+        return replace(self, keys=keys, values=values, cos=cos, sin=sin, rebuilt=[])
+
+    def head(self, number: int) -> Capsule:
+        mine = slice(number, number + 1)
+        return replace(
+            self,
+            keys=self.keys[mine].clone(),
+            values=self.values[mine].clone(),
+            parts=self.parts.heads(number, 1),
+            rebuilt=[],
+        )
+
+    def attend(self, query: Tensor, scaling: float, index: Tensor) -> tuple[Tensor, Tensor]:
+        pairs, blocks, _, width = self.keys.shape
+        _, heads, n, _ = query.shape
+        parts = self.parts
+        rows = query[0].reshape(pairs, heads // pairs * n, width)
+        logits = torch.bmm(rows * scaling, self._keys(query.dtype).transpose(1, 2)).float()
+        hidden = index < 0
+        if bool(hidden.any()):
+            logits.masked_fill_(hidden, float("-inf"))
+        lse = logits.logsumexp(-1)
+        weights = (logits - lse[..., None]).exp().view(*lse.shape, blocks, parts.block)
+        mixed = torch.matmul(weights, parts.basis).flatten(2).to(self.values.dtype)
+        output = torch.bmm(mixed, self.values.flatten(1, 2)).float()
+        output += torch.bmm(weights.sum(2), parts.value_mean)
+        shape = (1, heads, n)
+        return output.view(*shape, -1).to(query.dtype), lse.view(shape)

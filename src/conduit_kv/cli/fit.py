@@ -1,0 +1,90 @@
+"""``conduit-kv fit``: learn from images what a method needs of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from conduit_kv.cli.common import check_target, console, guarded, load_vlm, size_text
+
+fit = typer.Typer(help="Learn from images what a method needs of a model.", no_args_is_help=True)
+
+
+@fit.callback()
+def _fit() -> None:
+    """Learn from images what a method needs of a model."""
+
+
+@fit.command()
+@guarded
+def kvcapsule(
+    model: Annotated[str, typer.Option("--model", "-m", help="embedded, a name or a folder.")],
+    images: Annotated[
+        str, typer.Option("--images", help="A folder of pictures, easy-vqa, or boards.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The artefact's file (.safetensors).")],
+    keep: Annotated[float, typer.Option("--keep", help="Show what this share would keep.")] = 0.4,
+    n: Annotated[int, typer.Option("--n", help="Images to look at, at most.")] = 300,
+    block: Annotated[int | None, typer.Option("--block", help="Tokens in a block.")] = None,
+    device: Annotated[str | None, typer.Option("--device")] = None,
+    threads: Annotated[int | None, typer.Option("--threads")] = None,
+) -> None:
+    """Fit KVCapsule's learned parts on a few hundred images; Ctrl-C keeps what was seen.
+
+    One artefact serves every share: name it in a plan, kvcapsule:0.4(artefact=FILE).
+    """
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from conduit_kv.capsule import fit as fitting
+    from conduit_kv.errors import InputError
+
+    if not 0 < keep <= 1:
+        raise InputError(f"--keep {keep:g} is not a share in (0, 1]")
+    check_target(out, (".safetensors",))
+    pictures = _pictures(images, n)
+    vlm = load_vlm(model, device=device, dtype="auto", threads=threads)
+    with Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), TimeRemainingColumn()
+    ) as bars:
+        bar = bars.add_task("images", total=len(pictures))
+        artefact = fitting.fit(
+            vlm,
+            pictures,
+            out,
+            block=block,
+            progress=lambda done, total: bars.update(bar, completed=done),
+        )
+    counts = artefact.counts(keep)
+    kept = sum(a + b for a, b in counts) / (2 * artefact.block * len(counts))
+    out_text = console()
+    out_text.print(
+        f"{out}: {artefact.images} images, blocks of {artefact.block}, "
+        f"{size_text(out.stat().st_size)}"
+    )
+    out_text.print(f"at keep={keep:g}: {100 * kept:.1f} % of the numbers; per layer keys + values")
+    out_text.print("  " + " ".join(f"{a}+{b}" for a, b in counts))
+
+
+def _pictures(images: str, n: int) -> list[Any]:
+    from itertools import islice
+
+    from conduit_kv.capsule import fit as fitting
+    from conduit_kv.errors import InputError
+
+    found: list[Any]
+    if images == "boards":
+        found = list(islice(fitting.board_images(n), n))
+    elif images == "easy-vqa":
+        from conduit_kv.tasks import get_task
+
+        items = get_task("easy-vqa").items(3 * n, seed=1000, split="train")
+        found = list({item.image_keys: item.images[0] for item in items}.values())[:n]
+    elif Path(images).expanduser().is_dir():
+        found = fitting.image_files(Path(images).expanduser())[:n]
+    else:
+        raise InputError(f"--images {images}: name a folder, easy-vqa or boards")
+    if not found:
+        raise InputError(f"--images {images}: there are no pictures")
+    return found
