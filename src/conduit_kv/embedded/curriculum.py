@@ -18,7 +18,7 @@ from PIL import Image
 from conduit_kv.embedded.parts import easy_vqa_folder
 from conduit_kv.tasks import questions as ask
 from conduit_kv.tasks.questions import QA
-from conduit_kv.tasks.scenes import COLOURS, GRID, KINDS, Board, Split, make_board
+from conduit_kv.tasks.scenes import COLOURS, GRID, KINDS, Board, Split, Style, make_board
 
 __all__ = ["DATA_VERSION", "Sample", "Turn", "draw_sample", "single_question"]
 
@@ -120,13 +120,15 @@ def _board_sample(rng: random.Random, style: str, progress: float) -> Sample:
 
 def _counting_sample(rng: random.Random) -> Sample:
     """A board on which most things repeat, asked for numbers only, each number about as often."""
-    palette = (rng.randint(2, 4), rng.randint(3, 5))
-    board = make_board(rng, rng.choice(("dense", "dense", "sparse")), count=(4, 9), palette=palette)
+    palette = (rng.randint(2, 4), rng.randint(2, 4)) if rng.random() < 0.6 else None
+    most = min(9, palette[0] * palette[1]) if palette else 9
+    style: Style = rng.choice(("dense", "dense", "sparse"))
+    board = make_board(rng, style, count=(3, most), palette=palette)
     pool = _counts(rng, board, 99)
     by_answer: dict[str, list[QA]] = {}
     for question in pool:
         by_answer.setdefault(question.answer, []).append(question)
-    chosen = [q for same in by_answer.values() for q in same[:3]]
+    chosen = [q for same in by_answer.values() for q in same[:2]]
     rng.shuffle(chosen)
     if rng.random() < 0.5:
         chosen.append(rng.choice((ask.count_colours, ask.count_kinds))(board))
@@ -193,16 +195,16 @@ def _mixture(progress: float) -> dict[str, float]:
         return {"dense": 0.72, "sparse": 0.12, "easy-vqa": 0.08, "2": 0.08}
     if progress < 0.85:
         return {
-            "dense": 0.35, "sparse": 0.13, "counting": 0.15, "easy-vqa": 0.08,
+            "dense": 0.29, "sparse": 0.11, "counting": 0.15, "easy-vqa": 0.16,
             "2": 0.09, "3": 0.09, "4": 0.07, "8": 0.04,
         }  # fmt: skip
     return {
-        "dense": 0.36, "sparse": 0.13, "counting": 0.15, "easy-vqa": 0.08,
+        "dense": 0.30, "sparse": 0.11, "counting": 0.15, "easy-vqa": 0.16,
         "2": 0.07, "3": 0.06, "4": 0.06, "8": 0.055, "16": 0.035,
     }  # fmt: skip
 
 
-def draw_sample(rng: random.Random, progress: float) -> Sample:
+def draw_sample(rng: random.Random, progress: float, counting: float = 0.0) -> Sample:
     """One training conversation.
 
     Parameters
@@ -211,7 +213,11 @@ def draw_sample(rng: random.Random, progress: float) -> Sample:
         Advanced; the only source of chance.
     progress : float
         Share of the training that is done, 0 to 1; later samples hold more images.
+    counting : float
+        Share of samples that ask for numbers only, besides those of the mixture.
     """
+    if rng.random() < counting:
+        return _counting_sample(rng)
     shares = _mixture(progress)
     name = rng.choices(list(shares), list(shares.values()))[0]
     makers: dict[str, Callable[[], Sample]] = {

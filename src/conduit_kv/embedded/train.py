@@ -448,12 +448,16 @@ def align(learner: Learner, rng: random.Random, steps: int, log: Callable[..., N
 
 
 def _batches(
-    learner: Learner, rng: random.Random, progress: Callable[[], float], budget: int
+    learner: Learner,
+    rng: random.Random,
+    progress: Callable[[], float],
+    budget: int,
+    counting: float,
 ) -> Iterator[list[Encoded]]:
     while True:
         batch: list[Encoded] = []
         while sum(len(item.ids) for item in batch) < budget:
-            batch.append(learner.encoder(draw_sample(rng, progress())))
+            batch.append(learner.encoder(draw_sample(rng, progress(), counting)))
         yield batch
 
 
@@ -508,6 +512,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--start", type=Path, help="adapter to go on from, instead of stage 1")
+    parser.add_argument(
+        "--counting", type=float, default=0.0, help="share of samples that ask for numbers only"
+    )
     args = parser.parse_args(argv)
 
     torch.set_flush_denormal(True)
@@ -587,7 +594,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         """What the mixture of samples goes by: who goes on from an adapter is past the start."""
         return 0.5 + 0.5 * progress() if args.start else progress()
 
-    for batch in _batches(learner, rng, stage, args.tokens):
+    for batch in _batches(learner, rng, stage, args.tokens, args.counting):
         done = progress()
         if done >= 1.0 or stop:
             break
