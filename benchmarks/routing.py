@@ -92,11 +92,20 @@ class Results:
         temporary.replace(self.path)
 
 
-def run(vlm: Any, results: Results, n: int, wrong: int, end: float | None) -> None:
-    """Answer items under every plan until ``n`` are done or the time is up."""
+def run(
+    vlm: Any,
+    results: Results,
+    n: int,
+    wrong: int,
+    kinds: tuple[str, ...],
+    groups: tuple[str, ...],
+    end: float | None,
+) -> None:
+    """Answer the items of some kinds under the plans of some groups, until the time is up."""
     task = get_task("board")
-    items = task.items(n)
-    plans = everything()
+    items = [item for item in task.items(n) if item.kind in kinds]
+    plans = {name: (group, text) for name, (group, text) in everything().items()
+             if group in groups or group == "full"}  # fmt: skip
     saved = time.monotonic()
     for number, item in enumerate(items):
         results.data["kinds"][item.id] = item.kind
@@ -109,9 +118,9 @@ def run(vlm: Any, results: Results, n: int, wrong: int, end: float | None) -> No
                 continue
             shown = None if images is None else list(images.images)
             prompt = prompt_of(vlm, item, task.protocol, shown)
-            for name in missing:
-                plan = Plan.parse(plans[name][1])
-                (outcome,) = answer(vlm, prompt, [plan])
+            # Each plan has its own prefill; their answers are decoded as one batch.
+            outcomes = answer(vlm, prompt, [Plan.parse(plans[name][1]) for name in missing])
+            for name, outcome in zip(missing, outcomes, strict=True):
                 done.setdefault(name, {})[item.id] = task.score(outcome.text, item)
         if time.monotonic() - saved > 60:
             results.save()
@@ -217,6 +226,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--n", type=int, default=600, help="items; half are what and where")
     parser.add_argument("--wrong", type=int, default=40, help="items also with a wrong image")
+    parser.add_argument(
+        "--kinds", default="what,where", help="of questions, or with how-many,left-of"
+    )
+    parser.add_argument("--groups", default="66.7 %,77.8 %,88.9 %,55 % kept", help="of plans")
     parser.add_argument("--until", type=float, help="stop after so many minutes")
     parser.add_argument("--time", action="store_true", help="measure the prefill alone")
     options = parser.parse_args()
@@ -228,7 +241,8 @@ def main() -> None:
         print(json.dumps(results.data["prefill"], indent=1))
         return
     end = time.monotonic() + 60 * options.until if options.until else None
-    run(vlm, results, options.n, options.wrong, end)
+    kinds, groups = tuple(options.kinds.split(",")), tuple(options.groups.split(","))
+    run(vlm, results, options.n, options.wrong, kinds, groups, end)
     for name, row in results.data["summary"].items():
         print(
             f"{name:40}",

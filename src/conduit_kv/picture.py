@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from conduit_kv.errors import InputError
+from conduit_kv.stages.flow import RUNS, WAITS, activity
 
 if TYPE_CHECKING:
     from conduit_kv.engine.request import RequestCache
@@ -23,6 +24,7 @@ __all__ = ["Retention", "center_crop", "draw_retention", "seen"]
 _PAPER, _INK, _FAINT, _LINE = (255, 255, 255), (30, 33, 40), (110, 116, 128), (214, 218, 226)
 _TEXT_COLOUR = (214, 120, 30)
 _EVICTED = (24, 26, 34)
+_BACK = (40, 190, 90)
 _DARKEN = 0.86
 """How much of an image's light is taken where no layer of a group holds a token."""
 _PANEL = 150
@@ -47,11 +49,15 @@ class Retention:
         Of the tokens seen.
     held : numpy array
         ``[layers, T]`` float32: share of the layer's KV heads that hold each token.
+    ran : numpy array or None
+        ``[layers, T]`` int8: whether each token was gone, waited or ran while the prompt ran
+        (:func:`conduit_kv.stages.flow.activity`); None if all of them ran everywhere.
     """
 
     plan: str
     layout: Layout
     held: np.ndarray
+    ran: np.ndarray | None = None
 
     @staticmethod
     def of(cache: RequestCache, row: int = 0) -> Retention:
@@ -62,7 +68,8 @@ class Retention:
             heads = range(1 if layer.heads_agree(row) else layer.kv_heads)
             for head in heads:
                 held[number, layer.held(row, head).numpy()] += 1 / len(heads)
-        return Retention(str(cache.plan), layout, held.clip(0.0, 1.0))
+        ran = activity(cache.flows, len(cache), layout, row).numpy() if cache.flows else None
+        return Retention(str(cache.plan), layout, held.clip(0.0, 1.0), ran)
 
     @property
     def layers(self) -> int:
@@ -79,8 +86,19 @@ class Retention:
         Where an image has several frames (an overview and tiles, say) a cell shows the frame that
         is held most; a cell that no token stands for shows 0.
         """
+        return self.cells(image, self.held[layers].mean(0))
+
+    def stages(self) -> list[slice]:
+        """Runs of layers in which the same tokens ran; none if all ran everywhere."""
+        if self.ran is None:
+            return []
+        edges = np.flatnonzero((self.ran[1:] != self.ran[:-1]).any(1)) + 1
+        return [slice(int(a), int(b)) for a, b in itertools.pairwise([0, *edges, self.layers])]
+
+    def cells(self, image: int, values: np.ndarray) -> np.ndarray:
+        """``[rows, columns]`` float32: values ``[T]`` of an image's tokens, where they lie."""
         chosen = np.flatnonzero(self._of(image))
-        shares = self.held[layers][:, chosen].mean(0)
+        shares = values[chosen].astype(np.float32)
         grid = self.layout.grids[image]
         frame, row, column = (
             part.numpy()[chosen]
@@ -204,6 +222,9 @@ def _draw(retention: Retention, pictures: Sequence[Image.Image], small: bool) ->
     for number in range(len(retention.layout.grids)):
         picture = pictures[number] if number < len(pictures) else None
         blocks.append(_image_block(retention, number, picture, small))
+    for number in range(len(retention.layout.grids) if retention.stages() else 0):
+        picture = pictures[number] if number < len(pictures) else None
+        blocks.append(_stage_block(retention, number, picture))
     blocks.append(_heat_map(retention, small))
     canvas = Image.new("RGB", (_WIDTH, sum(b.height for b in blocks) + _MARGIN), _PAPER)
     top = 0
@@ -253,6 +274,43 @@ def _image_block(
         right = f"{100 * kept / max(tokens, 1):.0f} %"
         width = draw.textlength(right, font=_font(12))
         draw.text((left + shape[0] - width, top + shape[1] + 3), right, fill=_FAINT, font=_font(12))
+    return block
+
+
+def _stage_block(retention: Retention, image: int, picture: Image.Image | None) -> Image.Image:
+    """An image stage by stage of the prefill: what ran, what waited, what came back."""
+    ran, stages = cast("np.ndarray", retention.ran), retention.stages()
+    if picture is None:
+        grid = retention.layout.grids[image]
+        picture = Image.new("RGB", (grid.columns * 8, grid.rows * 8), (168, 172, 180))
+    shape = _fit(picture.size)
+    rows = -(-len(stages) // _PER_ROW)
+    head = 30
+    block = Image.new("RGB", (_WIDTH, head + rows * (shape[1] + _LABEL + _GAP)), _PAPER)
+    draw = ImageDraw.Draw(block)
+    line = f"image {image + 1} while the prompt ran. Dim: waits. Dark: gone. Green: came back"
+    draw.text((_MARGIN, 6), line, fill=_INK, font=_font(14))
+    before = np.full(ran.shape[1], RUNS)
+    mine = retention._of(image)
+    for number, layers in enumerate(stages):
+        now = ran[layers.start]
+        left = _MARGIN + (number % _PER_ROW) * (_PANEL + _GAP)
+        top = head + (number // _PER_ROW) * (shape[1] + _LABEL + _GAP)
+        light = np.choose(now, [0.0, 0.12, 1.0])
+        panel = _darkened(picture.resize(shape), retention.cells(image, light))
+        back = retention.cells(image, (now == RUNS) & (before == WAITS))
+        tint = Image.fromarray((back * 110).astype(np.uint8)).resize(
+            shape, Image.Resampling.NEAREST
+        )
+        panel.paste(Image.new("RGB", shape, _BACK), (0, 0), tint)
+        block.paste(panel, (left, top))
+        draw.rectangle((left, top, left + shape[0] - 1, top + shape[1] - 1), outline=_LINE)
+        name = f"layers {layers.start}-{layers.stop - 1}"
+        draw.text((left, top + shape[1] + 3), name, fill=_INK, font=_font(12))
+        share = f"{int((now[mine] == RUNS).sum())} of {int(mine.sum())}"
+        width = draw.textlength(share, font=_font(12))
+        draw.text((left + shape[0] - width, top + shape[1] + 3), share, fill=_FAINT, font=_font(12))
+        before = now
     return block
 
 

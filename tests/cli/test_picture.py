@@ -11,6 +11,7 @@ from conduit_kv.engine.vlm import VLM
 from conduit_kv.errors import InputError
 from conduit_kv.layout import Grid, Layout, View
 from conduit_kv.picture import Retention, draw_retention
+from conduit_kv.stages.flow import GONE, RUNS, WAITS
 from tests.tiny import tiny_inputs, tiny_model
 
 
@@ -119,3 +120,41 @@ def test_errors(tmp_path: Path) -> None:
         draw_retention(retention(), [], tmp_path / "a.nothing")
     with pytest.raises(InputError, match="nothing to draw"):
         draw_retention([], [], tmp_path / "a.png")
+
+
+def test_stages_of_the_prompt() -> None:
+    """What ran, waited and was gone, as the layers' caches have it."""
+    vlm = VLM(*tiny_model("llava"))
+    inputs = tiny_inputs("llava", (2,))
+    for plan, others in {"reroute:0.5": WAITS, "pdrop:0.6": GONE, "tome:0.5": GONE}.items():
+        state = vlm.prefill(inputs, plan)
+        found = Retention.of(state.cache)
+        assert found.ran is not None
+        for layer in range(4):
+            assert np.flatnonzero(found.ran[layer] == RUNS).tolist() == (
+                state.cache.held(layer).tolist()
+            )
+            assert set(np.unique(found.ran[layer])) <= {RUNS, others}
+        assert [stage.start for stage in found.stages()] == (
+            [0] if plan == "tome:0.5" else [0, *state.cache.flows[0].schedules[0].layers]
+        )
+    assert Retention.of(vlm.prefill(inputs, "tgv-kv:0.5").cache).stages() == []
+
+
+def test_what_came_back_is_green(tmp_path: Path) -> None:
+    base = retention(3)
+    ran = np.full(base.held.shape, RUNS)
+    visual = np.flatnonzero(base.layout.visual.numpy())
+    ran[1, visual] = WAITS
+    ran[1, visual[0]] = GONE
+    ran[2, visual[0]] = GONE
+    ran[2, visual[1:8]] = WAITS
+    white = Image.new("RGB", (64, 64), "white")
+    files = [tmp_path / "plain.png", tmp_path / "stages.png"]
+    draw_retention(base, [white], files[0])
+    draw_retention(Retention("x", base.layout, base.held, ran), [white], files[1])
+    plain, staged = (np.asarray(Image.open(file)).astype(int) for file in files)
+    assert staged.shape[0] > plain.shape[0]
+    greens = [int((p[..., 1] > p[..., 0] + 60).sum()) for p in (plain, staged)]
+    assert greens[0] == 0
+    assert abs(greens[1] / 150**2 - 8 / 16) < 0.02  # one panel is 150 pixels wide

@@ -316,10 +316,8 @@ def active(cache: RequestCache, row: int = 0) -> list[Tensor]:
     for flow in cache.flows:
         for decision in flow.decisions:
             visual = cache.progress.layouts[row].visual
-            turns = sorted({d.first[row] for f in cache.flows for d in f.decisions})
-            stop = next((turn for turn in turns if turn > decision.first[row]), length)
             mine = torch.zeros(length, dtype=torch.bool)
-            mine[decision.first[row] : stop] = True
+            mine[decision.first[row] : decision.stop[row]] = True
             for layer in range(decision.layer, len(ran)):
                 # What a stage has chosen holds until the next one says otherwise.
                 ran[layer][mine & visual] = False

@@ -420,3 +420,24 @@ def test_any_prompt_meets_its_target(images, share, rank, action):
     assert ran == schedule.per_layer
     longest = max(b - a for a, b in zip(schedule.layers, [*schedule.layers[1:], 4], strict=True))
     assert abs(sum(ran) - float(f"{share:.6f}") * visual * 4) <= longest / 2 + 1e-6
+
+
+@pytest.mark.parametrize("hold", ["kivi:4(residual=0)", "windowquant:4"])
+@pytest.mark.parametrize(
+    "flow", ["reroute:0.6", "pdrop:0.6", "divprune:0.5", "tome:0.6 + fastv:0.7"]
+)
+def test_hold_after_route(flow, hold):
+    """What is packed are the tokens that ran in each layer."""
+    model, _ = tiny_model("llava")
+    parts = [
+        turn("llava", 2),
+        tokens(70),
+        turn("llava", 1, " So?", seed=2, first=False),
+        tokens(71),
+    ]
+    plain, packed = (converse(model, flow + more, parts) for more in ("", f" + {hold}"))
+    first = [converse(model, flow + more, parts[:1]).cache for more in ("", f" + {hold}")]
+    assert same_held(*([[h.sort().values for h in layer] for layer in held(c)] for c in first))
+    keep = ~packed.logits.isnan().any(-1)
+    assert torch.equal(keep, ~plain.logits.isnan().any(-1))
+    assert bool(torch.isfinite(packed.logits[keep]).all())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conduit_kv.cache import VisualCache
+from conduit_kv.layout import Layout
 from conduit_kv.methods.flow import Chosen, Flops, FlowMethod
 from conduit_kv.methods.schedule import Schedule
 from conduit_kv.view import LayerView, StepView
@@ -25,15 +26,21 @@ class Decision:
     Attributes
     ----------
     layer : int
-    first : list of int
-        Per sequence, its first token of the turn.
+    first, stop : list of int
+        Per sequence, its first token of the turn, and the one after its last.
     active : list of Tensor
         Per sequence ``[n]`` int64 ascending: the visual tokens of the turn that run on.
     """
 
     layer: int
     first: list[int]
+    stop: list[int]
     active: list[Tensor]
+
+    def select_rows(self, rows: Sequence[int]) -> Decision:
+        """The decision for the batch's sequences ``rows``, which may repeat."""
+        first, stop = [self.first[row] for row in rows], [self.stop[row] for row in rows]
+        return Decision(self.layer, first, stop, [self.active[row] for row in rows])
 
 
 @dataclass
@@ -144,7 +151,8 @@ class Flow:
             )
         stream.activate(chosen)
         stream.contiguous = self.contiguous
-        self.decisions.append(Decision(layer, first, active))
+        stop = list(self.cache.progress.counts)
+        self.decisions.append(Decision(layer, first, stop, active))
 
     def _choose(self, view: StepView, count: int, row: int, stream: Stream) -> Tensor:
         chosen: Chosen = self.method.choose(view, count)
@@ -195,7 +203,9 @@ class Flow:
         """Follow the cache when beams are reordered or sequences repeated."""
         self.schedules = [self.schedules[row] for row in rows] if self.schedules else []
         self.decisions = [
-            Decision(d.layer, [d.first[row] for row in rows], [d.active[row] for row in rows])
+            Decision(
+                d.layer, *([part[row] for row in rows] for part in (d.first, d.stop, d.active))
+            )
             for d in self.decisions
         ]
 
@@ -204,6 +214,32 @@ class Flow:
         for decision in self.decisions:
             for tensor in decision.active:
                 yield "decisions", tensor, tensor.numel() * tensor.element_size()
+
+
+GONE, WAITS, RUNS = 0, 1, 2
+"""What a token does in a layer of the prefill."""
+
+
+def activity(flows: Sequence[Flow], n_layers: int, layout: Layout, row: int) -> Tensor:
+    """``[layers, T]`` int8: what each token of a sequence does in each layer.
+
+    A token that merged into another is gone.
+    """
+    state = torch.full((n_layers, len(layout)), RUNS, dtype=torch.int8)
+    places = torch.arange(len(layout))
+    made = [
+        (decision.first[row], decision.layer, number, decision)
+        for number, flow in enumerate(flows)
+        for decision in flow.decisions
+    ]
+    for _, layer, number, decision in sorted(made, key=lambda each: each[:3]):
+        mine = layout.visual & (places >= decision.first[row]) & (places < decision.stop[row])
+        mine &= state[layer] != GONE
+        others = mine.clone()
+        others[decision.active[row]] = False
+        state[layer:, mine] = RUNS
+        state[layer:, others] = WAITS if flows[number].method.waits else GONE
+    return state
 
 
 class _Asked:
