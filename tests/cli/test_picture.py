@@ -155,6 +155,9 @@ def test_what_came_back_is_green(tmp_path: Path) -> None:
     draw_retention(Retention("x", base.layout, base.held, ran), [white], files[1])
     plain, staged = (np.asarray(Image.open(file)).astype(int) for file in files)
     assert staged.shape[0] > plain.shape[0]
-    greens = [int((p[..., 1] > p[..., 0] + 60).sum()) for p in (plain, staged)]
+    greens = [
+        int(((p[..., 1] > p[..., 0] + 60) & (p[..., 1] > p[..., 2] + 40)).sum())
+        for p in (plain, staged)
+    ]
     assert greens[0] == 0
     assert abs(greens[1] / 150**2 - 8 / 16) < 0.02  # one panel is 150 pixels wide
