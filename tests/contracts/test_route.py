@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from conduit_kv import compress
 from conduit_kv.compat import cache_name
 from conduit_kv.engine.cost import Cost, Work
+from conduit_kv.engine.vlm import VLM
 from conduit_kv.errors import PlanError
 from conduit_kv.families import family_of
 from conduit_kv.plan import Plan
@@ -34,6 +35,7 @@ from tests.contracts.helpers import (
 )
 from tests.families.helpers import reaching_text_model
 from tests.tiny import FAMILY_NAMES, tiny_model
+from tests.tiny.parts import picture
 
 ROUTES = {
     "fastv": "fastv:0.7",
@@ -441,3 +443,20 @@ def test_hold_after_route(flow, hold):
     keep = ~packed.logits.isnan().any(-1)
     assert torch.equal(keep, ~plain.logits.isnan().any(-1))
     assert bool(torch.isfinite(packed.logits[keep]).all())
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_asking_under_route_and_evict(family):
+    """The whole way: chat template, a session of two turns, the report."""
+    vlm = VLM(*tiny_model(family))
+    chat = vlm.session("reroute(keep=0.5) + tgv-kv:0.2")
+    pictures = [picture(56, 56, 1), picture(56, 84, 2)]
+    chat.ask("Where is the dog?", pictures, max_new_tokens=3)
+    report = chat.ask("And here?", pictures[:1], max_new_tokens=3).report
+    (sequence,) = report.sequences
+    visual = sum(sequence.images)
+    assert abs(sequence.active_visual - 0.5 * visual) < 0.01 * visual + 1
+    assert report.work.prefill.total < report.work.full_prefill.total
+    text = str(report)
+    assert "visual tokens active, mean over layers" in text
+    assert "to rank" in text

@@ -202,12 +202,7 @@ class Flow:
     def select_rows(self, rows: Sequence[int]) -> None:
         """Follow the cache when beams are reordered or sequences repeated."""
         self.schedules = [self.schedules[row] for row in rows] if self.schedules else []
-        self.decisions = [
-            Decision(
-                d.layer, *([part[row] for row in rows] for part in (d.first, d.stop, d.active))
-            )
-            for d in self.decisions
-        ]
+        self.decisions = [decision.select_rows(rows) for decision in self.decisions]
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         """Every tensor held for later: its kind, itself, and its bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from conduit_kv.view import StepView
 
 Picked = tuple[Tensor, Tensor | None]
 """``[n]`` int64, which of an image's tokens stay, and ``[n, D]`` fp32, what they become."""
+
+Salience = Literal["distinct", "norm"]
+"""What stands in for the class token's attention in the image encoder.
+
+``distinct``: one minus a token's mean cosine with the others of its image. ``norm``: the length of
+its embedding. On the built-in model an empty part of a board has longer embeddings than a picture,
+so that the norm keeps what is empty, and loses to chance.
+"""
+SALIENCE = {
+    "distinct": "the score is 1 - mean cosine with the image's tokens, not class-token attention",
+    "norm": "the score is the norm of the projected tokens, not class-token attention",
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,11 @@ def likeness(states: Tensor) -> Tensor:
     """``[N, N]`` fp32: cosines of embeddings ``[N, D]``."""
     unit = torch.nn.functional.normalize(states.float(), dim=-1)
     return unit @ unit.T
+
+
+def salience(states: Tensor, by: Salience) -> Tensor:
+    """``[N]`` fp32 scores of an image's embeddings ``[N, D]``."""
+    return states.norm(dim=-1) if by == "norm" else 1 - likeness(states).mean(1)
 
 
 def top(score: Tensor, count: int) -> Tensor:

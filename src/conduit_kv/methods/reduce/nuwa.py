@@ -12,7 +12,15 @@ from torch import Tensor
 from conduit_kv.budget import Budget
 from conduit_kv.methods.base import register
 from conduit_kv.methods.flow import FlowMethod
-from conduit_kv.methods.reduce.base import Picked, ReduceMethod, likeness, top
+from conduit_kv.methods.reduce.base import (
+    SALIENCE,
+    Picked,
+    ReduceMethod,
+    Salience,
+    likeness,
+    salience,
+    top,
+)
 from conduit_kv.methods.route.reroute import Delete
 from conduit_kv.view import StepView
 
@@ -34,13 +42,14 @@ class NuwaReduce(ReduceMethod):
 
     The published method acts in the image encoder, before the projector: scores are the class
     token's attention and likeness that of late layers' states. Here both come from the embeddings
-    that reach the language model: the score is their norm, and rows are scaled to sum to 1, since
-    no projector follows that was trained on larger norms.
+    that reach the language model (:data:`conduit_kv.methods.reduce.base.Salience`), and rows are
+    scaled to sum to 1, since no projector follows that was trained on larger norms.
 
     Parameters
     ----------
     merge : bool
         False leaves the tokens kept as they are.
+    score : {"distinct", "norm"}
     """
 
     name: ClassVar[str] = "nuwa-reduce"
@@ -48,14 +57,15 @@ class NuwaReduce(ReduceMethod):
     basis: ClassVar[str] = "reconstructed"
 
     merge: bool = True
+    score: Salience = "distinct"
 
     @property
     def note(self) -> str:
-        return "the score is the norm of the projected tokens, not class-token attention"
+        return SALIENCE[self.score]
 
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:
         states = view.hidden[places.to(view.hidden.device)].float()
-        score = states.norm(dim=-1).cpu()
+        score = salience(states, self.score).cpu()
         layout = view.layout
         frame, row, column = (x[places] for x in (layout.frame, layout.row, layout.column))
         width = int(column.max()) + 2

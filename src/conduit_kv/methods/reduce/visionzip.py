@@ -11,7 +11,15 @@ from torch import Tensor
 from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.uniform import spread
-from conduit_kv.methods.reduce.base import Picked, ReduceMethod, likeness, top
+from conduit_kv.methods.reduce.base import (
+    SALIENCE,
+    Picked,
+    ReduceMethod,
+    Salience,
+    likeness,
+    salience,
+    top,
+)
 from conduit_kv.view import StepView
 
 
@@ -26,11 +34,12 @@ class VisionZip(ReduceMethod):
 
     The published score is the class token's attention in the image encoder, and likeness that of
     its keys. Here both come from what every family has, the embeddings that reach the language
-    model: the score is their norm.
+    model; see :data:`conduit_kv.methods.reduce.base.Salience`.
 
     Parameters
     ----------
     contextual : float
+    score : {"distinct", "norm"}
     """
 
     name: ClassVar[str] = "visionzip"
@@ -38,6 +47,7 @@ class VisionZip(ReduceMethod):
     basis: ClassVar[str] = "reconstructed"
 
     contextual: float = 10 / 64
+    score: Salience = "distinct"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,12 +56,12 @@ class VisionZip(ReduceMethod):
 
     @property
     def note(self) -> str:
-        return "the score is the norm of the projected tokens, not class-token attention"
+        return SALIENCE[self.score]
 
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:
         states = view.hidden[places.to(view.hidden.device)].float()
         targets = min(round(count * self.contextual), max(count - 1, 0))
-        dominant = top(states.norm(dim=-1), count - targets)
+        dominant = top(salience(states, self.score), count - targets)
         rest = torch.ones(len(places), dtype=torch.bool)
         rest[dominant] = False
         others = torch.nonzero(rest).flatten()
