@@ -1,6 +1,7 @@
 """Workers answer as this process does, and one that dies loses nothing."""
 
 import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return Tiny(str(folder), "cpu", "float32", 1)
+
+
+@pytest.fixture(autouse=True)
+def no_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers begin without the tests' shim, and this model needs no torchvision."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "torchvision" not in path])
 
 
 SETTINGS = Settings(("board-late",), (Plan.of("full"), Plan.of("tgv-kv:0.5")), 5, timed=0)

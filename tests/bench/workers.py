@@ -1,14 +1,10 @@
-"""A model that worker processes of tests can load: they begin without tests/conftest.py."""
+"""A model that worker processes of tests load, or die over."""
 
-from tests.tiny import torchvision_shim
+import os
+from dataclasses import dataclass
 
-torchvision_shim.install()
-
-import os  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-
-from conduit_kv.bench.parallel import Source  # noqa: E402
-from conduit_kv.engine.vlm import VLM  # noqa: E402
+from conduit_kv.bench.parallel import Source
+from conduit_kv.engine.vlm import VLM
 
 
 @dataclass(frozen=True)

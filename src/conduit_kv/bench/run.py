@@ -238,6 +238,16 @@ class Bench:
         """``{"manifest": ..., "rows": [...]}`` of what is known now."""
         return {"manifest": self._manifest(), "rows": list(self._rows())}
 
+    def answers(self, plan: Plan) -> list[tuple[Outcome, float]]:
+        """What a plan answered, with scores: all items of all tasks, controls aside."""
+        found = [
+            self._known(part, number, _key(plan))
+            for part in self._parts
+            if part.control is None
+            for number in range(len(part.items))
+        ]
+        return [entry for entry in found if entry is not None]
+
     # -- asking --------------------------------------------------------------------------------
 
     def _make_parts(self) -> Iterator[_Part]:

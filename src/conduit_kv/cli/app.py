@@ -9,9 +9,11 @@ from conduit_kv.cli.bench import bench
 from conduit_kv.cli.demo import demo
 from conduit_kv.cli.fit import fit
 from conduit_kv.cli.methods import methods
+from conduit_kv.cli.profile import profile
 from conduit_kv.cli.report import report
 from conduit_kv.cli.selftest import selftest
 from conduit_kv.cli.setup import setup
+from conduit_kv.cli.tune import tune
 
 __all__ = ["app"]
 
@@ -44,4 +46,6 @@ app.command()(selftest)
 app.command()(bench)
 app.command()(report)
 app.add_typer(fit, name="fit")
+app.command()(tune)
+app.command()(profile)
 app.add_typer(setup, name="setup")

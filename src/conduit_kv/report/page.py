@@ -15,7 +15,7 @@ from conduit_kv.report import figures
 from conduit_kv.report.advice import MARGINS, USAGES, Advice, advise
 from conduit_kv.report.results import Results, Row, is_control, is_full, series_of
 
-__all__ = ["page", "write_page"]
+__all__ = ["embedded", "page", "size_text", "write_page"]
 
 _FEW = 100
 """Items below which the page says that they are few."""
@@ -78,17 +78,17 @@ def page(results: Results, *, margin: float = 0.05, title: str = "What a KV cach
         percent=_percent,
         points=_points,
         seconds=_seconds,
-        size=_size,
+        size=size_text,
         version=conduit_kv.__version__,
         css=read("page.css"),
         js=read("page.js"),
         plotly=plotly.get_plotlyjs(),
-        data=_embedded(_data(results, advices)),
+        data=embedded(_data(results, advices)),
     )
     return text
 
 
-def _embedded(data: dict[str, Any]) -> str:
+def embedded(data: dict[str, Any]) -> str:
     """JSON that cannot end the element in which it stands."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -233,7 +233,8 @@ def _seconds(seconds: float | None) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes as people read them."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break

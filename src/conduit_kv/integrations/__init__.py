@@ -1,0 +1,1 @@
+"""Conduit inside other projects' tools, through their own plugin mechanisms."""
