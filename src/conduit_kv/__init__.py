@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from conduit_kv.engine.vlm import VLM
     from conduit_kv.errors import ConduitError, InputError, ModelError, PlanError
     from conduit_kv.plan import Plan
+    from conduit_kv.reuse.store import Store
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _WHERE = {
     "Sampling": "engine.sampling",
     "SelfTest": "engine.selftest",
     "Session": "engine.session",
+    "Store": "reuse.store",
     "VLM": "engine.vlm",
     "compress": "engine.compress",
     "load": "engine.load",
@@ -61,6 +63,7 @@ __all__ = [
     "Sampling",
     "SelfTest",
     "Session",
+    "Store",
     "compress",
     "load",
     "load_artefact",

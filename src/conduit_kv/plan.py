@@ -17,6 +17,7 @@ from conduit_kv.methods.evict import EvictMethod, Full
 from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.methods.hold import HoldMethod
 from conduit_kv.methods.reduce.nuwa import nuwa
+from conduit_kv.methods.reuse import ReuseMethod
 from conduit_kv.methods.route import Delete
 
 _OPEN, _CLOSE = "([", ")]"
@@ -81,8 +82,9 @@ class Plan:
         return next((method for method in self.methods if method.stage == name), None)
 
     @property
-    def reuse(self) -> Method | None:
-        return self.stage("reuse")
+    def reuse(self) -> ReuseMethod | None:
+        method = self.stage("reuse")
+        return method if isinstance(method, ReuseMethod) else None
 
     @property
     def reduce(self) -> Method | None:

@@ -37,7 +37,8 @@ class LayerView:
     keys, values : Tensor
         ``[G, S, d]``, RoPE applied to the keys, at KV-head granularity.
     step_queries : Tensor
-        ``[H, R, d]``, RoPE applied, of the step's ``R`` own tokens: the last ``R`` candidates.
+        ``[H, R, d]``, RoPE applied, of the tokens that the step ran: the last ``R`` candidates,
+        unless ``ran`` says which.
     scaling : float
         Factor of the attention logits.
     carried : Tensor or None
@@ -48,6 +49,9 @@ class LayerView:
         prefix covers the image (see :func:`conduit_kv.methods.cover.farthest_first`).
     unrotate : callable or None
         Takes RoPE off keys ``[G, S, d]``; behind :attr:`position_free_keys`.
+    ran : Tensor or None
+        ``[R]`` int64 ascending, the candidates that the step ran, where images were reused and
+        most of their tokens did not run.
     """
 
     layer: int
@@ -61,6 +65,7 @@ class LayerView:
     carried: Tensor | None = None
     cover_rank: Callable[[str], Tensor] | None = None
     unrotate: Callable[[Tensor, Tensor], Tensor] | None = field(default=None, repr=False)
+    ran: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -79,7 +84,9 @@ class LayerView:
 
     @cached_property
     def rows(self) -> Tensor:
-        """``[R]`` int64, the candidates that have queries in this step: the last ``R``."""
+        """``[R]`` int64, the candidates that have queries in this step."""
+        if self.ran is not None:
+            return self.ran
         queries = self.step_queries.shape[1]
         return torch.arange(self.size - queries, self.size)
 
@@ -101,10 +108,15 @@ class LayerView:
 
     def queries(self, rows: Tensor) -> Tensor:
         """``[H, R', d]`` of candidates ``rows`` ``[R']``, which must be among :attr:`rows`."""
-        first = self.size - self.step_queries.shape[1]
-        if len(rows) and int(rows.min()) < first:
-            raise IndexError("only the step's own tokens have queries")
-        return self.step_queries[:, rows - first]
+        if self.ran is not None:
+            at = torch.searchsorted(self.ran, rows).clamp(max=len(self.ran) - 1)
+            known = torch.equal(self.ran[at], rows)
+        else:
+            at = rows - (self.size - self.step_queries.shape[1])
+            known = not len(rows) or int(at.min()) >= 0
+        if not known:
+            raise IndexError("only the tokens that the step ran have queries")
+        return self.step_queries[:, at]
 
     @cached_property
     def _keys_fp32(self) -> Tensor:

@@ -68,6 +68,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         self.work = (0, 0)
         self._turn = 0  # of which turn the work was
         self._columns = 0  # seen so far, padding included
+        self._first: int | None = None  # of the tokens that lie open
 
     # -- Transformers' cache-layer contract --------------------------------------------------
 
@@ -85,6 +86,9 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         PlanError
             If they were not announced: a plain model would attend to what is returned alone.
         """
+        if self._first is not None:
+            self._rewrite(key_states, value_states)
+            return key_states, value_states
         self._columns += key_states.shape[2]
         if self._columns > self.progress.seen:
             self._columns -= key_states.shape[2]
@@ -105,6 +109,37 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         seen = new * self.slots + new * (new + 1) // 2
         self.work, self._turn = (rows + batch * new, pairs + batch * seen), self.progress.turns
 
+    def open(self, keys: Tensor, values: Tensor, tokens: Tensor) -> None:
+        """Lay the step's tokens ``[n]`` out before they run: K and V ``[1, G, n, d]``.
+
+        Until :meth:`close`, a token that runs overwrites its K and V where they lie. What has not
+        run yet is seen as it was laid out, so that text must run before anything that follows it.
+        """
+        if self.tail is None:
+            self.lazy_initialization(keys, values)
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        tail.append(keys, values, tokens[None].to(keys.device, torch.int32), False)
+        tail.open = True
+        self._columns += len(tokens)
+        self._first = int(tokens[0])
+
+    def close(self) -> None:
+        """All of the step's tokens are as they will stay."""
+        self._first = None
+        if self.tail is not None:
+            self.tail.open = False
+
+    def newest(self, count: int) -> Tensor:
+        """``[G, count, d]``, the values of the first sequence's last tokens."""
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        return tail.values[0][:, tail.length - count :]
+
+    def _rewrite(self, keys: Tensor, values: Tensor) -> None:
+        tail: DenseSegment = self.tail  # type: ignore[assignment]
+        step = self.progress.counts[0] - (self._first or 0)
+        place = self.progress.step_tokens[0].long() - (self._first or 0)
+        tail.write(place.to(keys.device) + (tail.length - step), keys, values)
+
     def get_seq_length(self) -> int:
         return self.progress.seen
 
@@ -116,7 +151,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.frozen, self.tail, self.is_initialized = [], None, False
-        self.skipped, self._columns = [], 0
+        self.skipped, self._columns, self._first = [], 0, None
         self.work, self._turn = (0, 0), 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -373,6 +408,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         self.frozen, self.tail, length, self._columns, self.skipped, self.work = state
         self._turn = 0
         self.is_initialized = self.tail is not None
+        self.close()
         if self.tail is not None:
             self.tail.crop(self.tail.length - length)
 

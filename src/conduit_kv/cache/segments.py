@@ -93,6 +93,12 @@ class DenseSegment(Segment):
         Slots in use.
     holes : bool
         Whether some slot in use holds no token.
+
+    Attributes
+    ----------
+    open : bool
+        Whether the newest slots are being written in an order of their own, by rows that need not
+        be neighbours: a row then sees what its token may see, wherever that lies.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class DenseSegment(Segment):
         self._keys, self._values, self._index = keys, values, index
         self.length = length
         self.holes = holes
+        self.open = False
 
     @staticmethod
     def empty(like_keys: Tensor, like_values: Tensor, index_heads: int = 1) -> DenseSegment:
@@ -145,6 +152,12 @@ class DenseSegment(Segment):
         self.length = stop
         self.holes = self.holes or holes
 
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Overwrite K and V ``[B, G, m, d]`` of ``slots`` ``[m]``, whose tokens stay."""
+        with _writing(self._index):
+            self._keys[:, :, slots] = keys
+            self._values[:, :, slots] = values
+
     def _grow(self, needed: int) -> None:
         capacity = needed + _SLACK
         if self.length:
@@ -163,14 +176,15 @@ class DenseSegment(Segment):
     def attend(
         self, query: Tensor, scaling: float, rows: Tensor, window: int | None, *, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        mask = Mask(self._index, rows, window) if self.holes or window is not None else None
+        by_token = self.holes or self.open or window is not None
+        mask = Mask(self._index, rows, window) if by_token else None
         return attend(
             query,
             self._keys,
             self._values,
             scaling,
             slots=self.length,
-            new=query.shape[2],
+            new=0 if self.open else query.shape[2],
             mask=mask,
             with_lse=with_lse,
         )

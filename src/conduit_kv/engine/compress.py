@@ -25,7 +25,10 @@ from conduit_kv.families import Family, family_of
 from conduit_kv.layout import Layout
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
+from conduit_kv.reuse.fill import check_layers
 from conduit_kv.reuse.rotate import angles
+from conduit_kv.reuse.shelf import Shelf
+from conduit_kv.reuse.store import Store
 from conduit_kv.stack import run_stack
 
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -82,6 +85,7 @@ class Run:
     plan: Plan
     chunk: int | None = None
     evict: bool = True
+    shelf: Shelf | None = None
     cache: RequestCache | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -109,7 +113,7 @@ class Run:
         kinds = [str(self.family.layer_kind(text_model, layer)) for layer in range(layers)]
         if self.plan.hold is not None:
             self.plan.hold.check_model(self.model)
-        cache = RequestCache(kinds, self.plan, Cost.of(self.family, text_model))
+        cache = RequestCache(kinds, self.plan, Cost.of(self.family, text_model), self.shelf)
         cache.rotary = functools.partial(angles, self.family, text_model)
         return cache
 
@@ -131,7 +135,7 @@ class Run:
         inner = getattr(self.model, "model", self.model)
         # Transformers writes M-RoPE's state on the model; a request's positions are its cache's.
         deltas = getattr(inner, "rope_deltas", None)
-        self.seconds = {"start": time.perf_counter()}
+        self.seconds = {}
         try:
             if isinstance(cache, JoinedCache):
                 kwargs.pop("attention_mask", None)
@@ -144,9 +148,14 @@ class Run:
                 visual = {k: v for k, v in kwargs.items() if k not in _NOT_INPUTS and v is not None}
                 given_positions = kwargs.pop("position_ids", None)
                 position_ids = self._take_in(cache, ids, mask, visual, given_positions)
+                if cache.reuse is not None and cache.reuse.waiting:
+                    # The images come from their entries: the model is not to encode them.
+                    for name in {*visual, "mm_encoder_outputs"}:
+                        kwargs.pop(name, None)
             kwargs[cache_name(type(self.model))] = cache
             kwargs["position_ids"] = position_ids.to(ids.device)
             kwargs["use_cache"] = True
+            self.seconds["start"] = time.perf_counter()
             output = original(**kwargs)
         except BaseException:
             for member, state in zip(members, before, strict=True):
@@ -189,6 +198,14 @@ class Run:
         ]
         position_ids = self._pad_positions(positions, valid)
         self._check_positions(cache, given_positions, position_ids, valid)
+        if cache.reuse is not None and any(layout.grids for layout in layouts):
+            if len(rows) > 1:
+                raise PlanError(
+                    f"{cache.plan.reuse} takes one prompt at a time, not {len(rows)}: run them one "
+                    "by one, and decode_together() them"
+                )
+            pieces = self.family.pieces(self.model, rows[0], visual, layouts[0])
+            cache.reuse.take(self, pieces, positions[0])
         cache.progress.advance(valid, layouts, positions)
         return position_ids
 
@@ -249,6 +266,14 @@ class Run:
                 f"{' and '.join(flows)} leave tokens out, so that there is no loss over all of "
                 "them: leave out labels and call model.eval(), or train without these stages"
             )
+        if self.plan.reuse is not None and not self.plan.reuse.is_identity:
+            check_layers(self.family, self.model, "reuse")
+            if kwargs.get("labels") is not None or kwargs.get("output_hidden_states"):
+                raise PlanError(
+                    f"under {self.plan.reuse} most visual tokens do not run: there are neither "
+                    "hidden states nor a loss of all tokens; leave out labels and "
+                    "output_hidden_states"
+                )
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise PlanError("pass a 2-d attention_mask (1 for tokens, 0 for padding)")
@@ -333,6 +358,8 @@ def compress(
     plan: Plan | Method | str | None,
     *,
     prefill_chunk: int | None = None,
+    store: Store | None = None,
+    processor: Any = None,
 ) -> Iterator[Run]:
     """Run ``plan`` on everything that ``model`` does inside the ``with`` block.
 
@@ -345,6 +372,10 @@ def compress(
         For example ``"tgv-kv:0.2"``.
     prefill_chunk : int or None
         Run a prefill so many tokens at a time within each layer. The result is the same.
+    store : Store or None
+        Where a reuse stage keeps images; by default in memory, as long as the block runs.
+    processor : ProcessorMixin, optional
+        The model's processor: a reuse stage prefills images inside its chat template.
 
     Yields
     ------
@@ -357,7 +388,9 @@ def compress(
         If the plan cannot be carried out on this model, or compress() is nested on it.
     """
     target = unwrap(model)
-    run = Run(target, family_of(target), Plan.of(plan), prefill_chunk)
+    family = family_of(target)
+    shelf = Shelf.of(store or Store(), family, target, processor)
+    run = Run(target, family, Plan.of(plan), prefill_chunk, shelf=shelf)
     with wrapped(run):
         yield run
 

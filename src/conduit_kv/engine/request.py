@@ -18,9 +18,11 @@ from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.fill import Recorder
+from conduit_kv.reuse.shelf import Shelf
 from conduit_kv.stages.evict import Eviction
 from conduit_kv.stages.flow import Flow
 from conduit_kv.stages.hold import Holding
+from conduit_kv.stages.reuse import Reuse
 
 if TYPE_CHECKING:
     from conduit_kv.stack import Stream
@@ -71,11 +73,15 @@ class RequestCache(VisualCache):
     plan : Plan
     cost : Cost or None
         What the model's layers cost; None where nobody asks.
+    shelf : Shelf or None
+        Where the reuse stage finds images; None under a plan without one.
 
     Attributes
     ----------
     flows : list of Flow
         The reduce and route stages of this request, those that do something.
+    reuse : Reuse or None
+        The reuse stage of this request, if it does something.
     ending : Ending
         The evict and hold stages of this request.
     watchers : list of Ending
@@ -84,10 +90,17 @@ class RequestCache(VisualCache):
         Takes an entry from this prefill.
     """
 
-    def __init__(self, kinds: Sequence[str], plan: Plan, cost: Cost | None = None) -> None:
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        plan: Plan,
+        cost: Cost | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
         super().__init__(kinds)
         self.plan = plan
-        self.cost = cost
+        self.cost, self.shelf = cost, shelf
+        self.reuse = self._new_reuse()
         self.flows = self._new_flows()
         self.ending = Ending.of(plan, self)
         self.watchers: list[Ending] = []
@@ -126,9 +139,16 @@ class RequestCache(VisualCache):
         return [Flow(method, self) for method in self.plan.flows]
 
     @property
-    def stages(self) -> list[Flow | Eviction | Holding]:
+    def stages(self) -> list[Reuse | Flow | Eviction | Holding]:
         """The stages of this request, in order."""
-        return [*self.flows, self.eviction, self.holding]
+        first: list[Reuse] = [] if self.reuse is None else [self.reuse]
+        return [*first, *self.flows, self.eviction, self.holding]
+
+    def _new_reuse(self) -> Reuse | None:
+        method = self.plan.reuse
+        if method is None or method.is_identity:
+            return None
+        return Reuse(method, self, self.shelf or Shelf())
 
     # -- what the decoder loop calls ---------------------------------------------------------
 
@@ -144,6 +164,8 @@ class RequestCache(VisualCache):
         """
         if self.recorder is not None:
             self.recorder.begin(embeddings, features)
+        if self.reuse is not None and self.reuse.waiting:
+            return self.reuse.run(stack, embeddings, position_ids, features)
         return stack(embeddings, position_ids, features)
 
     def enter(self, layer: nn.Module, hidden: Tensor) -> None:
@@ -196,28 +218,41 @@ class RequestCache(VisualCache):
     @property
     def scores_turns(self) -> bool:
         """Whether the end of a prefill or turn is to be scored."""
-        return bool(self.ending.stages or self.watchers)
+        return self._reuse_listens or bool(self.ending.stages or self.watchers)
+
+    @property
+    def _reuse_listens(self) -> bool:
+        return self.reuse is not None and self.reuse.listening
 
     @property
     def scores_steps(self) -> bool:
         """Whether decoded tokens are to be scored."""
+        if self.reuse is not None and self.reuse.running:
+            return False  # a pass of a single column decides nothing
         eviction = self.eviction
         return eviction.method.scores_steps and eviction.active and bool(eviction.budgets)
 
     def take_in(self, embeddings: Tensor) -> None:
         """Before the first layer of a step that may bring images: ``[B, n, hidden]``."""
+        if self.reuse is not None and self.reuse.running:
+            return  # it has been told of the whole step
         for ending in self._endings:
             for stage in ending.stages:
                 stage.take_in(embeddings)
 
     def begin(self) -> None:
         """Before the first layer of a prefill or turn."""
+        if self._reuse_listens:
+            return
         for ending in self._endings:
             for stage in ending.stages:
                 stage.begin()
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         """After a layer of a prefill or turn: ``[B, H, n, d]``."""
+        if self.reuse is not None and self.reuse.listening:
+            self.reuse.observe(layer, queries, scaling)
+            return
         scored: dict[EvictMethod, Eviction] = {}
         for ending in self._endings:
             eviction, holding = ending.eviction, ending.holding
@@ -235,7 +270,8 @@ class RequestCache(VisualCache):
 
     def finish(self) -> None:
         """After the last layer of a prefill or turn. Watchers are finished on their forks."""
-        self.ending.finish()
+        if not self._reuse_listens:
+            self.ending.finish()
 
     def step(self, layer: int, query: Tensor, scaling: float) -> None:
         """After a layer of a decoding step: ``[B, H, 1, d]``."""
@@ -261,13 +297,19 @@ class RequestCache(VisualCache):
             A watcher of this cache: it is finished on the fork.
         """
         self.check_usable()
-        other = RequestCache(self.kinds, plan or self.plan, self.cost)
+        other = RequestCache(self.kinds, plan or self.plan, self.cost, self.shelf)
         if self.progress.seen and other.plan.flows != self.plan.flows:
             raise PlanError(
                 f"the prompt was prefilled under {self.plan}: {other.plan} would have run other "
                 "tokens in it. Start from a new prefill"
             )
         other.flows = [flow.fork(other) for flow in self.flows]
+        if self.progress.seen and other.plan.reuse != self.plan.reuse:
+            raise PlanError(
+                f"the prompt was prefilled under {self.plan}: {other.plan} reuses its images in "
+                "another way. Start from a new prefill"
+            )
+        other.reuse = None if self.reuse is None else self.reuse.fork(other)
         other.progress = self.progress.copy()
         other.rotary = self.rotary
         for mine, its in zip(self.layers, other.layers, strict=True):
@@ -323,6 +365,7 @@ class RequestCache(VisualCache):
 
     def reset(self) -> None:
         super().reset()
+        self.reuse = self._new_reuse()
         self.ending = Ending.of(self.plan, self)
         self.flows = self._new_flows()
         self.watchers = []

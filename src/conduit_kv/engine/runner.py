@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from conduit_kv.families import family_of
 from conduit_kv.images import ImageLike, read_image
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
+from conduit_kv.reuse.keys import processor_digest
+from conduit_kv.reuse.shelf import Shelf, template_prefix
+from conduit_kv.reuse.store import Store
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}``."""
@@ -94,6 +98,23 @@ class Runner:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.name = name or getattr(self.model.config, "name_or_path", "") or self.family.name
         self.model.eval()
+
+    @cached_property
+    def store(self) -> Store:
+        """In memory: where a reuse stage keeps images, unless a store is given."""
+        return Store()
+
+    def shelf(self, store: Store | None = None) -> Shelf:
+        """A store as this model's requests use it."""
+        return Shelf(
+            store if store is not None else self.store,
+            self._template_prefix,
+            processor_digest(self.processor),
+        )
+
+    @cached_property
+    def _template_prefix(self) -> tuple[int, ...] | None:
+        return template_prefix(self.family, self.model, self.processor)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, family={self.family.name!r})"
@@ -178,6 +199,7 @@ class Runner:
         chunk: int | None = None,
         evict: bool = True,
         watch: Sequence[Plan] = (),
+        store: Store | None = None,
     ) -> State:
         """Run a prompt and compress its cache.
 
@@ -189,8 +211,12 @@ class Runner:
             False leaves the evict stage out of this step.
         watch : sequence of Plan
             Plans whose evict and hold methods observe this prefill too, for :meth:`forks`.
+        store : Store
+            Where a reuse stage keeps images; :attr:`store` by default.
         """
-        run = Run(self.model, self.family, Plan.of(plan), chunk, evict)
+        plan = Plan.of(plan)
+        shelf = self.shelf(store) if plan.reuse and not plan.reuse.is_identity else None
+        run = Run(self.model, self.family, plan, chunk, evict, shelf)
         cache = run.new_cache()
         cache.watchers = [Ending.of(other, cache) for other in watch]
         return self._run(run, cache, inputs, [])

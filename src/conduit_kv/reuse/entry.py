@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from conduit_kv.layout import Grid
@@ -59,6 +61,13 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def to(self, device: torch.device) -> Entry:
+        """The same entry on a device."""
+        if self.keys.device == device:
+            return self
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self.tensors().items()}
+        return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""

@@ -100,7 +100,7 @@ def content_digest(inputs: Mapping[str, Any]) -> str:
     for name in sorted(inputs):
         value = inputs[name]
         if isinstance(value, Tensor):
-            _update(digest, name, value)
+            update_digest(digest, name, value)
         else:
             digest.update(f"{name} {value!r};".encode())
     return digest.hexdigest()
@@ -132,7 +132,7 @@ def fingerprint(model: nn.Module) -> str:
         return known[1]
     digest = hashlib.sha256()
     for name, tensor in named:
-        _update(digest, name, tensor.detach())
+        update_digest(digest, name, tensor.detach())
     _fingerprints[model] = state, digest.hexdigest()
     return digest.hexdigest()
 
@@ -141,8 +141,9 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _update(digest: Any, name: str, tensor: Tensor) -> None:
+def update_digest(digest: Any, name: str, tensor: Tensor) -> None:
+    """Feed a tensor to a digest: name, dtype, shape and bytes."""
     digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
     if tensor.numel():
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        digest.update(flat.cpu().numpy())
+        flat: Any = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+        digest.update(flat)

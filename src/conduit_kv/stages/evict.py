@@ -312,9 +312,18 @@ class Eviction:
                     carried=carried,
                     cover_rank=partial(self._cover, row, tokens),
                     unrotate=self.unrotate,
+                    ran=self._ran(row, tokens) if queries is not None else None,
                 )
             )
         return views
+
+    def _ran(self, row: int, tokens: Tensor) -> Tensor | None:
+        """The candidates that ran; None if they are the last ones, as in a plain prefill."""
+        ran = self.cache.progress.step_tokens[row].cpu()
+        ran = ran[ran >= 0]
+        if not len(ran) or int(ran[-1]) - int(ran[0]) + 1 == len(ran):
+            return None
+        return torch.searchsorted(tokens, ran.long())
 
     def _queries(self, queries: Tensor, row: int, heads: Sequence[int], kv_heads: int) -> Tensor:
         group = queries.shape[1] // kv_heads
@@ -343,6 +352,7 @@ def _without_tensors(view: LayerView) -> LayerView:
         view,
         keys=hollow,
         values=hollow,
+        ran=None,
         step_queries=view.step_queries.new_empty((view.heads, 0, width)),
     )
 

@@ -1,0 +1,194 @@
+"""An entry as bytes: a safetensors file whose header says what it is, with a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from conduit_kv.layout import Grid, View
+from conduit_kv.reuse.entry import VERSION, Entry
+from conduit_kv.reuse.keys import Key, update_digest
+
+FORMAT = "conduit-kv entry"
+FILE_VERSION = 1
+"""Of the file; another version is a miss."""
+
+
+class Damaged(Exception):
+    """Bytes that are no entry, or not the wanted one.
+
+    Attributes
+    ----------
+    remove : bool
+        Whether nobody can use them.
+    """
+
+    def __init__(self, reason: str, *, remove: bool = True) -> None:
+        super().__init__(reason)
+        self.remove = remove
+
+
+@dataclass(frozen=True)
+class Held:
+    """An entry as a tier holds it.
+
+    Attributes
+    ----------
+    kind : {"full", "int8"}
+    tensors : dict
+    digest : str
+    grid : Grid
+    dtype : str
+        Of K and V.
+    seconds : float
+    """
+
+    kind: Literal["full", "int8"]
+    tensors: dict[str, Tensor]
+    digest: str
+    grid: Grid
+    dtype: str
+    seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @staticmethod
+    def of(entry: Entry, kind: Literal["full", "int8"]) -> Held:
+        """Hold an entry, on the CPU."""
+        tensors = {name: tensor.detach().cpu() for name, tensor in entry.tensors().items()}
+        if kind == "int8":
+            for name, over in (("keys", 2), ("values", 3)):
+                packed, scale = _quantise(tensors[name], over)
+                tensors[name], tensors[f"{name}.scale"] = packed, scale
+        dtype = str(entry.keys.dtype).removeprefix("torch.")
+        return Held(kind, tensors, entry.digest, entry.grid, dtype, entry.seconds)
+
+    def entry(self) -> Entry:
+        """The entry, K and V in their own dtype."""
+        tensors = dict(self.tensors)
+        if self.kind == "int8":
+            dtype = getattr(torch, self.dtype)
+            for name in ("keys", "values"):
+                scale = tensors.pop(f"{name}.scale")
+                tensors[name] = (tensors[name].float() * scale).to(dtype)
+        return Entry(digest=self.digest, grid=self.grid, seconds=self.seconds, **tensors)
+
+
+def _quantise(tensor: Tensor, over: int) -> tuple[Tensor, Tensor]:
+    """int8 and its scale: one per channel (``over`` the tokens), or one per token."""
+    scale = (tensor.float().abs().amax(over, keepdim=True) / 127).clamp(min=1e-12)
+    return (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def dump(key: Key, held: Held) -> bytes:
+    """A file's bytes."""
+    from safetensors.torch import save
+
+    tensors = {name: tensor.contiguous() for name, tensor in held.tensors.items()}
+    header = {
+        "format": FORMAT,
+        "file_version": str(FILE_VERSION),
+        "key": json.dumps(asdict(key), sort_keys=True),
+        "digest": held.digest,
+        "kind": held.kind,
+        "dtype": held.dtype,
+        "grid": json.dumps(asdict(held.grid), sort_keys=True),
+        "seconds": repr(held.seconds),
+    }
+    header["checksum"] = _checksum(header, tensors)
+    return bytes(save(tensors, metadata=header))
+
+
+def header_of(data: bytes) -> dict[str, str]:
+    """The header of a file, read from its first bytes.
+
+    Raises
+    ------
+    Damaged
+        If these are not the first bytes of an entry.
+    """
+    size = int.from_bytes(data[:8], "little")
+    try:
+        header: dict[str, str] = json.loads(data[8 : 8 + size])["__metadata__"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged("it is no entry, or is cut off") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise Damaged("it is no entry")
+    if header.get("file_version") != str(FILE_VERSION):
+        raise Damaged(
+            f"it has version {header.get('file_version')} of the format, and this is version "
+            f"{FILE_VERSION}: it is computed again when it is needed",
+            remove=False,
+        )
+    return header
+
+
+def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
+    """What a file holds, checked in every respect.
+
+    Parameters
+    ----------
+    data : bytes
+    key : Key or None
+        The wanted one; None to check the file alone.
+    kind : str or None
+        How the wanted one is held.
+
+    Raises
+    ------
+    Damaged
+        If it is damaged, cut off, of another version, or the entry of something else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    header = header_of(data)
+    try:
+        tensors = load(data)
+        stored = Key(**json.loads(header["key"]))
+        grid = _grid(json.loads(header["grid"]))
+        seconds = float(header["seconds"])
+        checksum = header["checksum"]
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise Damaged(f"it is damaged: {error}") from None
+    if _checksum(header, tensors) != checksum:
+        raise Damaged("its checksum does not fit: it is damaged")
+    if key is not None and stored != key:
+        raise Damaged("it is the entry of something else")
+    if stored.digest != header["digest"] or stored.version != VERSION:
+        raise Damaged("it is an entry of another version", remove=False)
+    if kind is not None and header["kind"] != kind:
+        raise Damaged(f"it is held as {header['kind']}, and this store holds {kind}", remove=False)
+    held = Held(
+        "int8" if header["kind"] == "int8" else "full",
+        tensors,
+        header["digest"],
+        grid,
+        header["dtype"],
+        seconds,
+    )
+    fits = tensors["features"].shape[0] == stored.tokens == tensors["keys"].shape[2]
+    if not fits or tensors["values"].shape[:3] != tensors["keys"].shape[:3]:
+        raise Damaged("its tensors do not fit together")
+    return held
+
+
+def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    signed = {name: value for name, value in header.items() if name != "checksum"}
+    digest.update(json.dumps(signed, sort_keys=True).encode())
+    for name in sorted(tensors):
+        update_digest(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def _grid(data: dict[str, Any]) -> Grid:
+    views = tuple(View(**view) for view in data.pop("views"))
+    return Grid(**data, views=views)

@@ -1,0 +1,341 @@
+"""The reuse stage of one request: images come as stored K/V, and few of their tokens run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from conduit_kv.cache import VisualCache, VisualLayer
+from conduit_kv.errors import PlanError
+from conduit_kv.families import Family
+from conduit_kv.families.piece import Piece
+from conduit_kv.methods.reuse import ReuseMethod, ReuseView
+from conduit_kv.reuse.rotate import columns_of, rotary_of, rotate
+from conduit_kv.reuse.shelf import Shelf, Taken
+
+if TYPE_CHECKING:
+    from conduit_kv.engine.compress import Run
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What reuse did to a request, over all of its turns.
+
+    Attributes
+    ----------
+    image_tokens, text_tokens : int
+        Tokens of turns that brought images.
+    cached_tokens : int
+        Visual tokens whose K/V were in the store.
+    computed_tokens : int
+        Visual tokens whose image had to be prefilled alone.
+    refreshed_tokens : int
+        Visual tokens that were computed again in this request.
+    stored : dict
+        Per tier (``memory``, ``disk``, ``redis``): images, bytes and seconds of what came from it.
+    fill_seconds : float
+        What it took to prefill images alone.
+    saved_seconds : float
+        Estimate: what prefilling the stored images alone took when it was done, less loading.
+    """
+
+    image_tokens: int = 0
+    text_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    refreshed_tokens: int = 0
+    stored: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+    fill_seconds: float = 0.0
+    saved_seconds: float = 0.0
+
+    def add(self, taken: Sequence[Taken]) -> Usage:
+        """With images that were just taken."""
+        stored = dict(self.stored)
+        hits = [one for one in taken if one.tier != "computed"]
+        for one in hits:
+            images, size, seconds = stored.get(one.tier, (0, 0, 0.0))
+            stored[one.tier] = (images + 1, size + one.entry.nbytes, seconds + one.seconds)
+        return replace(
+            self,
+            cached_tokens=self.cached_tokens + sum(one.entry.tokens for one in hits),
+            computed_tokens=self.computed_tokens
+            + sum(one.entry.tokens for one in taken if one.tier == "computed"),
+            stored=stored,
+            fill_seconds=self.fill_seconds
+            + sum(one.seconds for one in taken if one.tier == "computed"),
+            saved_seconds=self.saved_seconds
+            + sum(max(0.0, one.entry.seconds - one.seconds) for one in hits),
+        )
+
+
+@dataclass
+class _Turn:
+    """A turn that brings images, between its top-level forward and its text stack."""
+
+    family: Family
+    text_model: nn.Module
+    taken: list[tuple[Piece, Taken, Tensor]]
+    """Image, entry and its keys, rotated to their places."""
+
+
+@dataclass
+class Reuse:
+    """The reuse stage of one request.
+
+    Attributes
+    ----------
+    method : ReuseMethod
+    cache : VisualCache
+    shelf : Shelf
+        Where entries come from.
+    usage : Usage
+    refreshed : Tensor
+        ``[n]`` int64, the visual tokens of the newest turn that were computed again.
+    notes : list of str
+    """
+
+    method: ReuseMethod
+    cache: VisualCache
+    shelf: Shelf
+    usage: Usage = field(default_factory=Usage)
+    refreshed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    notes: list[str] = field(default_factory=list)
+    running: bool = False
+    _turn: _Turn | None = None
+    _listening: _Listener | None = None
+
+    def fork(self, cache: VisualCache) -> Reuse:
+        """This stage's state for a fork of its cache."""
+        return replace(self, cache=cache, notes=list(self.notes), _turn=None, _listening=None)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next step's images have been taken from the shelf."""
+        return self._turn is not None
+
+    @property
+    def listening(self) -> bool:
+        """Whether stage 1 is being scored."""
+        return self._listening is not None
+
+    def take(self, run: Run, pieces: Sequence[Piece], positions: Tensor) -> None:
+        """Get the entries of a turn's images, before its tokens run.
+
+        Parameters
+        ----------
+        pieces : sequence of Piece
+            From :meth:`Family.pieces`, of the turn's tokens alone.
+        positions : Tensor
+            ``[axes, n]`` int64 of the turn's tokens.
+        """
+        text_model = run.family.text_model(run.model)
+        rotary = rotary_of(text_model, positions)
+        taken = []
+        # Rotating one image overlaps with loading the next.
+        for piece, one in zip(
+            pieces, self.shelf.take(run, pieces, self.method.context), strict=True
+        ):
+            turned = rotate(
+                run.family, text_model, one.entry.keys, columns_of(rotary, piece.tokens)
+            )
+            taken.append((piece, one, turned))
+        self.usage = self.usage.add([one for _, one, _ in taken])
+        self._turn = _Turn(run.family, text_model, taken)
+
+    # -- the two passes ----------------------------------------------------------------------
+
+    def run(
+        self,
+        stack: Callable[..., Any],
+        embeddings: Tensor,
+        position_ids: Tensor,
+        features: Mapping[str, Any],
+    ) -> Any:
+        """Run a turn whose images were taken: see :meth:`RequestCache.run`."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            raise RuntimeError("no images have been taken for this turn")
+        progress = self.cache.progress
+        whole = progress.step_tokens
+        embeddings = embeddings.clone()
+        for piece, one, _ in turn.taken:
+            embeddings[0, piece.tokens] = one.entry.features.to(embeddings)
+        self.cache.take_in(embeddings)
+        self.running = True
+        try:
+            return self._run(turn, stack, embeddings, position_ids)
+        finally:
+            self.running, self._listening = False, None
+            progress.step_tokens = whole
+            for layer in self.cache.layers:
+                layer.close()
+
+    def _run(
+        self, turn: _Turn, stack: Callable[..., Any], embeddings: Tensor, position_ids: Tensor
+    ) -> Any:
+        progress = self.cache.progress
+        whole = progress.step_tokens.to(embeddings.device)
+        tokens = whole[0].long().cpu()
+        layout = progress.layouts[0].select(tokens)
+        self._lay_out(turn, tokens)
+        visual, text = layout.visual.nonzero().flatten(), layout.text.nonzero().flatten()
+        last = int(visual[-1])
+        span = torch.arange(last + 1, len(tokens)) if last + 1 < len(tokens) else visual[-1:]
+        states = embeddings.new_full((1, len(tokens), embeddings.shape[-1]), torch.nan)
+
+        def pass_over(columns: Tensor, **options: Any) -> Any:
+            progress.step_tokens = whole[:, columns.to(whole.device)]
+            at = columns.to(embeddings.device)
+            output = stack(
+                embeddings[:, at],
+                position_ids[..., columns.to(position_ids.device)],
+                self._features(turn, columns),
+                **options,
+            )
+            states[:, at] = output.last_hidden_state
+            return output
+
+        count = self.method.count(len(visual))
+        first = text
+        if count and not self.method.scores_layers:
+            # Nobody listens to the query span in stage 1, and it runs again in stage 2.
+            first = text[:0] if self.method.refresh_text else text[~torch.isin(text, span)]
+        scores: list[Tensor] = []
+        output = None
+        if len(first):
+            if self.method.scores_layers and count:
+                self._listening = _Listener(
+                    self.method, self.cache, tokens, layout.image[visual], visual, span, scores
+                )
+                output = pass_over(first, evict=True)
+                self._listening = None
+            else:
+                output = pass_over(first, **({"evict": False} if count else {}))
+        if count:
+            chosen = (
+                visual[self.method.choose(scores, layout.image[visual])]
+                if scores or (not self.method.scores_layers)
+                else visual[:count]
+            )
+            again = text if self.method.refresh_text else span
+            output = pass_over(torch.cat([chosen, again]).unique())
+        else:
+            chosen = visual[:0]
+        self.refreshed = tokens[chosen]
+        self.usage = replace(
+            self.usage,
+            image_tokens=self.usage.image_tokens + len(visual),
+            text_tokens=self.usage.text_tokens + len(text),
+            refreshed_tokens=self.usage.refreshed_tokens + len(chosen),
+        )
+        if output is None:
+            raise PlanError(f"{self.method} leaves nothing to run: end the prompt with text")
+        output.last_hidden_state = states
+        return output
+
+    def _lay_out(self, turn: _Turn, tokens: Tensor) -> None:
+        """Put the images' K and V where their tokens will lie, in every layer."""
+        layers = turn.family.layers(turn.text_model)
+        for number, layer in enumerate(self.cache.layers):
+            like = turn.taken[0][2][number]
+            device = next(layers[number].parameters()).device
+            shape = (1, like.shape[0], len(tokens), like.shape[2])
+            keys = torch.zeros(shape, dtype=like.dtype, device=device)
+            values = torch.zeros(shape, dtype=like.dtype, device=device)
+            for piece, one, turned in turn.taken:
+                keys[0, :, piece.tokens] = turned[number].to(device)
+                values[0, :, piece.tokens] = one.entry.values[number].to(device)
+            layer.open(keys, values, tokens)
+
+    def _features(self, turn: _Turn, columns: Tensor) -> Mapping[str, Any]:
+        """What DeepStack adds to those of the columns that are visual tokens."""
+        depth = max(one.entry.deepstack.shape[0] for _, one, _ in turn.taken)
+        if not depth:
+            return {}
+        mask = torch.zeros(len(columns), dtype=torch.bool)
+        parts: list[list[Tensor]] = [[] for _ in range(depth)]
+        for piece, one, _ in turn.taken:
+            mine = torch.isin(piece.tokens, columns)
+            mask |= torch.isin(columns, piece.tokens)
+            for level in range(depth):
+                parts[level].append(one.entry.deepstack[level][mine.to(one.entry.keys.device)])
+        if not bool(mask.any()):
+            return {}
+        # Images come in order and columns ascend, so that the order is the same.
+        return {
+            "visual_pos_masks": mask[None].to(parts[0][0].device),
+            "deepstack_visual_embeds": [torch.cat(level) for level in parts],
+        }
+
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
+        """After a layer of stage 1: ``[1, H, m, d]`` of the text."""
+        if self._listening is not None:
+            self._listening.observe(layer, queries, scaling)
+
+
+@dataclass
+class _Listener:
+    """Scores the visual tokens of a turn while its text runs over them."""
+
+    method: ReuseMethod
+    cache: VisualCache
+    tokens: Tensor
+    image: Tensor
+    visual: Tensor
+    span: Tensor
+    scores: list[Tensor]
+
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
+        images = len(self.image.unique())
+        if not self.method.listens_to(layer, len(self.cache.layers), images):
+            return
+        held: VisualLayer = self.cache.layers[layer]
+        ran = self.cache.progress.step_tokens[0].long().cpu()
+        span = self.tokens[self.span]
+        mine = torch.isin(ran, span)
+        view = ReuseView(
+            layer=layer,
+            n_layers=len(self.cache.layers),
+            image=self.image,
+            values=held.newest(len(self.tokens))[:, self.visual],
+            attend=lambda: span_attention(
+                held, queries[0][:, mine.to(queries.device)], ran[mine], scaling
+            )[self.tokens[self.visual]],
+        )
+        self.scores.append(self.method.score(view).float().cpu())
+
+
+def span_attention(held: VisualLayer, queries: Tensor, rows: Tensor, scaling: float) -> Tensor:
+    """Attention that each token of a sequence gets, mean over heads and ``rows``.
+
+    Parameters
+    ----------
+    queries : Tensor
+        ``[H, Q, d]``, RoPE applied.
+    rows : Tensor
+        ``[Q]`` int64, the tokens that they are.
+
+    Returns
+    -------
+    Tensor
+        ``[T]`` fp32; 0 for tokens that are not held.
+    """
+    group = queries.shape[0] // held.kv_heads
+    alike = held.heads_agree(0)
+    heads = [list(range(held.kv_heads))] if alike else [[head] for head in range(held.kv_heads)]
+    total = torch.zeros(held.progress.counts[0])
+    for members in heads:
+        index, keys, _ = held.read(0, members)
+        mine = queries[members[0] * group : (members[-1] + 1) * group].float()
+        logits = torch.matmul(
+            mine.reshape(len(members), -1, mine.shape[-1]), keys.float().transpose(1, 2)
+        )
+        logits = logits.view(mine.shape[0], len(rows), -1) * scaling
+        hidden = index > rows[:, None]
+        logits.masked_fill_(hidden.to(logits.device), float("-inf"))
+        total[index] += logits.softmax(-1).sum(0).mean(0).cpu()
+    return total / queries.shape[0]
