@@ -52,6 +52,7 @@ class ByHand:
         layers = len(self.text_model.layers)
         self.keys: list[dict[int, Tensor]] = [{} for _ in range(layers)]
         self.values: list[dict[int, Tensor]] = [{} for _ in range(layers)]
+        self.raw: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in range(layers)]
         for piece in pieces:
             alone_ids = torch.cat([torch.tensor(list(prefix), dtype=torch.long), piece.span])
             alone: dict[str, Any] = {"input_ids": alone_ids[None], **piece.inputs}
@@ -64,6 +65,9 @@ class ByHand:
                 for at, token in enumerate(piece.tokens.tolist()):
                     self.keys[layer][token] = turned[:, at]
                     self.values[layer][token] = values[layer][:, mine][:, at]
+                    raw = keys[layer][:, mine][:, at], values[layer][:, mine][:, at]
+                    self.raw[layer][token] = raw
+        self.change: list[dict[int, float]] = [{} for _ in range(layers)]
         self.attention: list[Tensor] = []
         self.columns: list[int] = []
 
@@ -111,6 +115,61 @@ class ByHand:
                 self.keys[layer][token] = part.keys[0, :, place]
                 self.values[layer][token] = part.values[0, :, place]
         return output.last_hidden_state[0]
+
+    def run_layer_by_layer(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Run in each layer its own rows, of which each layer has some of the one before.
+
+        Gives the last hidden states of the rows of the last layer.
+        """
+        hidden = {token: self.embeds[0, token] for token in range(self.embeds.shape[1])}
+        wide = self.positions[:, None] if self.family.position_axes > 1 else self.positions
+        cos, sin = self.text_model.rotary_emb(torch.zeros(1, 1), wide)
+        number = (self.visual.long().cumsum(0) - 1).tolist()
+        with torch.inference_mode(), eager(self.text_model):
+            for level, mine in enumerate(rows):
+                old = [token for token in sorted(self.keys[level]) if token not in mine]
+                cache = DynamicCache()
+                for token in rows[level - 1] if level else []:
+                    if bool(self.visual[token]):
+                        self.change[level][token] = self._change(level, token, hidden[token])
+                if old:
+                    cache.update(
+                        torch.stack([self.keys[level][token] for token in old], 1)[None],
+                        torch.stack([self.values[level][token] for token in old], 1)[None],
+                        level,
+                    )
+                at, columns = torch.tensor(mine), torch.tensor([*old, *mine])
+                mask = torch.zeros(1, 1, len(mine), len(columns))
+                mask.masked_fill_(columns > at[:, None], torch.finfo(mask.dtype).min)
+                module = self.text_model.layers[level]
+                output = module(
+                    torch.stack([hidden[token] for token in mine])[None],
+                    attention_mask=mask,
+                    position_ids=None,
+                    position_embeddings=(cos[:, at], sin[:, at]),
+                    use_cache=True,
+                    **with_cache(module, cache),
+                )
+                output = (output[0] if isinstance(output, tuple) else output)[0]
+                for place, token in enumerate(mine):
+                    self.keys[level][token] = cache.layers[level].keys[0, :, len(old) + place]
+                    self.values[level][token] = cache.layers[level].values[0, :, len(old) + place]
+                    hidden[token] = output[place]
+                    if level < len(self.deepstack) and bool(self.visual[token]):
+                        hidden[token] = hidden[token] + self.deepstack[level][number[token]]
+            states = torch.stack([hidden[token] for token in rows[-1]])
+            return self.text_model.norm(states)  # type: ignore[no-any-return]
+
+    def _change(self, level: int, token: int, hidden: Tensor) -> float:
+        """How far a token's position-free K and V are from those of its image alone."""
+        layer = self.text_model.layers[level]
+        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        keys = attention.k_proj(x).unflatten(-1, (-1, attention.head_dim))
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys)
+        values = attention.v_proj(x).unflatten(-1, (-1, attention.head_dim))
+        raw_keys, raw_values = self.raw[level][token]
+        return float((keys - raw_keys).norm() + (values - raw_values).norm())
 
     def logits(self, states: Tensor) -> Tensor:
         """``[V]`` of the newest token."""

@@ -17,7 +17,14 @@ from tests.contracts.helpers import error, plain_logits, with_cache
 from tests.reuse.byhand import ByHand
 from tests.tiny import FAMILY_NAMES, tiny_inputs, tiny_model
 
-TWO_PASS = ("conduit:0.2", "prophetkv:0.2", "first-refresh:0.2", "random-refresh:0.2", "reuse-all")
+TWO_PASS = (
+    "conduit:0.2",
+    "prophetkv:0.2",
+    "kvshare:0.2",
+    "first-refresh:0.2",
+    "random-refresh:0.2",
+    "reuse-all",
+)
 
 
 def run(
@@ -117,6 +124,65 @@ def test_conduit_chooses_by_its_formula(name: str) -> None:
         assert sorted(ranked[:count]) == cache.reuse.refreshed.tolist()
     else:
         assert len(set(ranked[:count]) & set(cache.reuse.refreshed.tolist())) >= count - 1
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_cacheblend_runs_what_deviates_layer_by_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conduit_kv.stages.reuse import _Pilot
+
+    pilots: list[_Pilot] = []
+    made = _Pilot.__post_init__
+    monkeypatch.setattr(_Pilot, "__post_init__", lambda self: (made(self), pilots.append(self)))
+    inputs = tiny_inputs(name, n_images=(2,))
+    logits, cache = run(name, "cacheblend:0.4", inputs)
+    (pilot,) = pilots
+    reference = by_hand(name, inputs, cache)
+    visual, text, _ = rows_of(reference)
+    chosen = [mine.tolist() for mine in pilot.by_layer]
+    rows = [sorted({*mine, *text}) for mine in chosen]
+    assert error(logits, reference.logits(reference.run_layer_by_layer(rows))) <= 1e-5
+    # Each layer has the best of the one before, by the change of K and V.
+    assert chosen[0] == visual
+    mean = 0.4 * len(visual)
+    counts = [len(mine) for mine in chosen[1:]]
+    assert counts == sorted(counts, reverse=True)
+    assert abs(sum(counts) / len(counts) - math.ceil(mean)) <= 1
+    for layer in range(1, len(chosen)):
+        change = reference.change[layer]
+        assert sorted(change) == chosen[layer - 1]
+        best = sorted(change, key=lambda token: (-change[token], token))[: len(chosen[layer])]
+        left = min(change[token] for token in best)
+        # Where two tokens differ by rounding alone, either may have been taken.
+        for token in set(best) ^ set(chosen[layer]):
+            assert abs(change[token] - left) <= 1e-5 * left
+
+
+@pytest.mark.parametrize("name", ("llava", "qwen2.5-vl"))
+def test_kvshare_chooses_by_attention_and_change(name: str) -> None:
+    inputs = tiny_inputs(name, n_images=(2,))
+    _, cache = run(name, "kvshare:0.2", inputs)
+    reference = by_hand(name, inputs, cache)
+    again = by_hand(name, inputs, cache)
+    visual, text, span = rows_of(reference)
+    stored = dict(reference.values[1])
+    everything = list(range(len(reference.visual)))
+    again.run_layer_by_layer([everything, everything, *[text] * (len(reference.keys) - 2)])
+    reference.run(text)
+    at = [text.index(token) for token in span]
+    score = {token: 0.0 for token in visual}
+    for attention in reference.attention[1:]:
+        mass = attention[0].mean(0)[at].mean(0)
+        for token in visual:
+            change = float((again.values[1][token] - stored[token]).abs().sum())
+            score[token] += float(mass[reference.columns.index(token)]) * change
+    count = math.ceil(0.2 * len(visual))
+    ranked = sorted(visual, key=lambda token: (-score[token], token))
+    gap = (score[ranked[count - 1]] - score[ranked[count]]) / score[ranked[0]]
+    assert gap > 1e-5
+    assert cache.reuse is not None
+    assert sorted(ranked[:count]) == cache.reuse.refreshed.tolist()
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)

@@ -260,7 +260,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def test_disk_is_limited_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 150_000
+    limit = 300_000
     store = Store(tmp_path, max_bytes=limit, memory=0)
     seen: list[int] = []
     replace_file = os.replace
@@ -294,7 +294,7 @@ def test_order_of_use_does_not_ask_the_clock(
     size = len(dump(key_of(), Held.of(entry_of(key_of()), "full")))
     store = Store(tmp_path, memory=0)
     assert store.disk is not None
-    store.disk.max_bytes = store.disk._index_bytes() + 3 * size + 40_000
+    store.disk.max_bytes = store.disk._index_bytes() + 3 * size + 200_000
     keys = [key_of(number) for number in range(3)]
     for number, key in enumerate(keys):
         store.put(key, entry_of(key, number))
@@ -364,7 +364,7 @@ def writer(folder: Path, first: int, stop: int, limit: int = 10**9) -> subproces
 
 
 def test_two_writers_share_a_folder_and_a_limit(tmp_path: Path) -> None:
-    limit = 200_000
+    limit = 400_000
     both = [writer(tmp_path, 0, 40, limit), writer(tmp_path, 20, 60, limit)]
     for one in both:
         output, _ = one.communicate(timeout=120)

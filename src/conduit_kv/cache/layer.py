@@ -100,14 +100,14 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         tail: DenseSegment = self.tail  # type: ignore[assignment]
         if self.progress.seen == self.progress.turn_stop:
-            self._count(*key_states.shape[::2])
+            batch, new = key_states.shape[0], key_states.shape[2]
+            self._count(batch * new, batch * (new * self.slots + new * (new + 1) // 2))
         tail.append(key_states, value_states, self.progress.step_tokens, self.progress.step_padded)
         return key_states, value_states
 
-    def _count(self, batch: int, new: int) -> None:
-        rows, pairs = self.work if self._turn == self.progress.turns else (0, 0)
-        seen = new * self.slots + new * (new + 1) // 2
-        self.work, self._turn = (rows + batch * new, pairs + batch * seen), self.progress.turns
+    def _count(self, rows: int, pairs: int) -> None:
+        before = self.work if self._turn == self.progress.turns else (0, 0)
+        self.work, self._turn = (before[0] + rows, before[1] + pairs), self.progress.turns
 
     def open(self, keys: Tensor, values: Tensor, tokens: Tensor) -> None:
         """Lay the step's tokens ``[n]`` out before they run: K and V ``[1, G, n, d]``.
@@ -138,6 +138,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         tail: DenseSegment = self.tail  # type: ignore[assignment]
         step = self.progress.counts[0] - (self._first or 0)
         place = self.progress.step_tokens[0].long() - (self._first or 0)
+        self._count(len(place), int((place + 1).sum()) + len(place) * (self.slots - step))
         tail.write(place.to(keys.device) + (tail.length - step), keys, values)
 
     def get_seq_length(self) -> int:
@@ -191,6 +192,8 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def skip(self, columns: int, tokens: Sequence[int]) -> None:
         """Some of the step's columns do not run here: so many, and so many tokens per sequence."""
+        if self._first is not None:
+            return  # they are laid out here all the same
         self._columns += columns
         before = self.skipped or [0] * len(tokens)
         self.skipped = [old + new for old, new in zip(before, tokens, strict=True)]

@@ -148,6 +148,11 @@ class RequestCache(VisualCache):
         method = self.plan.reuse
         if method is None or method.is_identity:
             return None
+        if self.plan.flows:
+            raise PlanError(
+                f"{method.name} and {self.plan.flows[0].name} both decide which visual tokens run: "
+                "take one of them"
+            )
         return Reuse(method, self, self.shelf or Shelf())
 
     # -- what the decoder loop calls ---------------------------------------------------------
@@ -176,10 +181,12 @@ class RequestCache(VisualCache):
     @property
     def routes_turns(self) -> bool:
         """Whether tokens of a prefill or turn may be left out of some layers."""
-        return bool(self.flows)
+        return bool(self.flows) or (self.reuse is not None and self.reuse.steering)
 
     def flow(self, layer: int, stream: Stream) -> None:
         """Before a layer of a prefill or turn."""
+        if self.reuse is not None and self.reuse.steering:
+            self.reuse.steer(layer, stream)
         for flow in self.flows:
             if layer == 0:
                 flow.begin(stream, [self._flops(row) for row in range(self.progress.batch)])

@@ -204,6 +204,14 @@ class Family(ABC):
 
     # -- inside the decoder loop -------------------------------------------------------------
 
+    def values(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """``[B, G, n, d]``, the values of hidden states ``[B, n, D]`` entering a layer."""
+        attention: Any = self.attention(layer)
+        norm: Any = layer.input_layernorm
+        values: Tensor = attention.v_proj(norm(hidden))
+        values = values.unflatten(-1, (-1, int(attention.head_dim)))
+        return values.transpose(1, 2)
+
     def keys(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """``[B, G, n, d]``, the position-free keys of hidden states ``[B, n, D]`` entering a layer.
 

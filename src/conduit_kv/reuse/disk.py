@@ -36,6 +36,8 @@ CREATE INDEX IF NOT EXISTS by_use ON entries (used);
 """
 _BUSY_SECONDS = 10.0
 _HEADER = 1 << 16
+_SLACK = 1 << 16
+"""Bytes by which the index may grow before its size is looked at again."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class DiskTier:
         )
         index.execute("PRAGMA journal_mode=WAL")
         index.execute("PRAGMA synchronous=NORMAL")
+        index.execute("PRAGMA wal_autocheckpoint=16")
         index.executescript(_SCHEMA)
         return index
 
@@ -266,7 +269,7 @@ class DiskTier:
     def _take_place(self, index: sqlite3.Connection, key: Key, seconds: float, size: int) -> bool:
         if index.execute("SELECT 1 FROM entries WHERE digest = ?", (key.digest,)).fetchone():
             return False
-        limit = self.max_bytes - self._index_bytes()
+        limit = self.max_bytes - self._index_bytes() - _SLACK
         if size > limit:
             raise OSError(f"it has {size} bytes, and the limit of {self.folder} leaves {limit}")
         total, newest = index.execute("SELECT sum(bytes), max(used) FROM entries").fetchone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ from conduit_kv.errors import PlanError
 from conduit_kv.families import Family
 from conduit_kv.families.piece import Piece
 from conduit_kv.methods.reuse import ReuseMethod, ReuseView
+from conduit_kv.methods.reuse.base import top
 from conduit_kv.reuse.rotate import columns_of, rotary_of, rotate
 from conduit_kv.reuse.shelf import Shelf, Taken
 
 if TYPE_CHECKING:
     from conduit_kv.engine.compress import Run
+    from conduit_kv.stack import Stream
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class _Turn:
     taken: list[tuple[Piece, Taken, Tensor]]
     """Image, entry and its keys, rotated to their places."""
 
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return self.taken[0][1].entry.layers
+
 
 @dataclass
 class Reuse:
@@ -94,8 +101,14 @@ class Reuse:
         Where entries come from.
     usage : Usage
     refreshed : Tensor
-        ``[n]`` int64, the visual tokens of the newest turn that were computed again.
+        ``[n]`` int64, the visual tokens of the newest turn that were computed again, to the last
+        layer.
     notes : list of str
+    decided_at : int
+        Columns seen at the end of the newest turn that brought images: what was computed again was
+        chosen by its text, so that it cannot be taken back in part.
+    running : bool
+        Whether a turn is being run in passes.
     """
 
     method: ReuseMethod
@@ -104,13 +117,24 @@ class Reuse:
     usage: Usage = field(default_factory=Usage)
     refreshed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     notes: list[str] = field(default_factory=list)
+    decided_at: int = 0
     running: bool = False
     _turn: _Turn | None = None
     _listening: _Listener | None = None
+    _pilot: _Pilot | None = None
 
     def fork(self, cache: VisualCache) -> Reuse:
         """This stage's state for a fork of its cache."""
-        return replace(self, cache=cache, notes=list(self.notes), _turn=None, _listening=None)
+        return replace(
+            self, cache=cache, notes=list(self.notes), _turn=None, _listening=None, _pilot=None
+        )
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Follow the cache when beams are reordered: nothing here belongs to a row."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Every tensor held for later: its kind, itself, and its bytes."""
+        yield "positions", self.refreshed, self.refreshed.numel() * self.refreshed.element_size()
 
     @property
     def waiting(self) -> bool:
@@ -121,6 +145,16 @@ class Reuse:
     def listening(self) -> bool:
         """Whether stage 1 is being scored."""
         return self._listening is not None
+
+    @property
+    def steering(self) -> bool:
+        """Whether tokens leave a pass layer by layer."""
+        return self._pilot is not None
+
+    def steer(self, layer: int, stream: Stream) -> None:
+        """Before a layer of a pass that is steered."""
+        if self._pilot is not None:
+            self._pilot.steer(layer, stream)
 
     def take(self, run: Run, pieces: Sequence[Piece], positions: Tensor) -> None:
         """Get the entries of a turn's images, before its tokens run.
@@ -169,7 +203,7 @@ class Reuse:
         try:
             return self._run(turn, stack, embeddings, position_ids)
         finally:
-            self.running, self._listening = False, None
+            self.running, self._listening, self._pilot = False, None, None
             progress.step_tokens = whole
             for layer in self.cache.layers:
                 layer.close()
@@ -199,41 +233,45 @@ class Reuse:
             states[:, at] = output.last_hidden_state
             return output
 
+        image = layout.image[visual]
         count = self.method.count(len(visual))
-        first = text
-        if count and not self.method.scores_layers:
-            # Nobody listens to the query span in stage 1, and it runs again in stage 2.
-            first = text[:0] if self.method.refresh_text else text[~torch.isin(text, span)]
-        scores: list[Tensor] = []
         output = None
-        if len(first):
-            if self.method.scores_layers and count:
-                self._listening = _Listener(
-                    self.method, self.cache, tokens, layout.image[visual], visual, span, scores
-                )
-                output = pass_over(first, evict=True)
-                self._listening = None
-            else:
-                output = pass_over(first, **({"evict": False} if count else {}))
-        if count:
-            chosen = (
-                visual[self.method.choose(scores, layout.image[visual])]
-                if scores or (not self.method.scores_layers)
-                else visual[:count]
-            )
-            again = text if self.method.refresh_text else span
-            output = pass_over(torch.cat([chosen, again]).unique())
-        else:
+        if self.method.in_one_pass:
+            pilot = self._pilot = _Pilot(self.method, turn, visual, text)
+            output = pass_over(torch.arange(len(tokens)))
+            chosen = pilot.running
+        elif not count:
             chosen = visual[:0]
+            output = pass_over(text) if len(text) else None
+        else:
+            scores: list[Tensor] = []
+            first, again = text, text if self.method.refresh_text else span
+            if self.method.scores_layers:
+                listener = _Listener(self.method, self.cache, tokens, image, visual, span, scores)
+                if self.method.needs_deviation:
+                    listener.pilot = self._pilot = _Pilot(
+                        self.method, turn, visual, text, probe=True
+                    )
+                    first = torch.arange(len(tokens))
+                self._listening = listener
+                pass_over(first, evict=True)
+                self._listening = self._pilot = None
+            else:  # the question runs in stage 2 alone, since nobody listens to it in stage 1
+                first = first[~torch.isin(first, again)]
+                if len(first):
+                    pass_over(first, evict=False)
+            chosen = visual[self.method.choose(scores, image)]
+            output = pass_over(torch.cat([chosen, again]).unique())
+        if output is None:
+            raise PlanError(f"{self.method} leaves nothing to run: end the prompt with text")
         self.refreshed = tokens[chosen]
         self.usage = replace(
             self.usage,
             image_tokens=self.usage.image_tokens + len(visual),
             text_tokens=self.usage.text_tokens + len(text),
-            refreshed_tokens=self.usage.refreshed_tokens + len(chosen),
+            refreshed_tokens=self.usage.refreshed_tokens + count,
         )
-        if output is None:
-            raise PlanError(f"{self.method} leaves nothing to run: end the prompt with text")
+        self.decided_at = progress.seen
         output.last_hidden_state = states
         return output
 
@@ -288,6 +326,7 @@ class _Listener:
     visual: Tensor
     span: Tensor
     scores: list[Tensor]
+    pilot: _Pilot | None = None
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> None:
         images = len(self.image.unique())
@@ -305,8 +344,69 @@ class _Listener:
             attend=lambda: span_attention(
                 held, queries[0][:, mine.to(queries.device)], ran[mine], scaling
             )[self.tokens[self.visual]],
+            deviation=None if self.pilot is None else self.pilot.deviation,
         )
         self.scores.append(self.method.score(view).float().cpu())
+
+
+@dataclass
+class _Pilot:
+    """Lets visual tokens leave a pass by how far their K and V are from the stored ones.
+
+    Attributes
+    ----------
+    probe : bool
+        Whether all of them leave after layer 0, which has told how far the values of layer 1 are.
+    running : Tensor
+        ``[n]`` int64, the visual columns that run at last.
+    by_layer : list of Tensor
+        Those that ran in each layer so far.
+    deviation : Tensor or None
+        ``[G, V, d]``, of the values in layer 1.
+    """
+
+    method: ReuseMethod
+    turn: _Turn
+    visual: Tensor
+    text: Tensor
+    probe: bool = False
+    by_layer: list[Tensor] = field(default_factory=list)
+    deviation: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.running = self.visual
+
+    def steer(self, layer: int, stream: Stream) -> None:
+        """Before a layer: choose who runs in it."""
+        if layer and (layer == 1 or not self.probe):
+            family, module = self.turn.family, stream.family.layers(stream.text_model)[layer]
+            at = torch.searchsorted(
+                torch.cat([self.running, self.text]).sort().values, self.running
+            )
+            hidden = stream.hidden[:, at.to(stream.hidden.device)]
+            kept = torch.searchsorted(self.visual, self.running)
+            values = family.values(module, hidden)[0]
+            values = values - self._stored("values", layer, kept).to(values)
+            if self.probe:
+                self.deviation, self.running = values, self.visual[:0]
+            else:
+                keys = family.keys(module, hidden)[0]
+                keys = keys - self._stored("keys", layer, kept).to(keys)
+                far = _norms(keys) + _norms(values)
+                count = self.method.counts(len(self.visual), self.turn.layers)[layer]
+                self.running = self.running[top(far, count)]
+            stream.activate([torch.cat([self.running, self.text]).sort().values])
+        self.by_layer.append(self.running)
+
+    def _stored(self, name: str, layer: int, kept: Tensor) -> Tensor:
+        parts = [getattr(one.entry, name)[layer] for _, one, _ in self.turn.taken]
+        # Pieces come in the order of the sequence, and so do visual tokens.
+        return torch.cat(parts, dim=1)[:, kept.to(parts[0].device)]
+
+
+def _norms(difference: Tensor) -> Tensor:
+    """``[G, n, d]`` to ``[n]`` fp32, all KV heads together."""
+    return difference.float().pow(2).sum((0, 2)).sqrt()
 
 
 def span_attention(held: VisualLayer, queries: Tensor, rows: Tensor, scaling: float) -> Tensor:

@@ -72,7 +72,9 @@ class ReuseMethod(Method):
     scores_layers: ClassVar[bool] = False
     """Whether stage 1 is listened to."""
     needs_deviation: ClassVar[bool] = False
-    """Whether :attr:`ReuseView.deviation` is computed, which takes one layer over all images."""
+    """Whether :attr:`ReuseView.deviation` is computed: layer 0 of stage 1 runs over images too."""
+    in_one_pass: ClassVar[bool] = False
+    """Whether there is a single pass, from which visual tokens leave layer by layer."""
 
     budget: Budget = field(default=Budget(1.0))
     context: Literal["template", "none"] = "template"
@@ -105,6 +107,10 @@ class ReuseMethod(Method):
     def score(self, view: ReuseView) -> Tensor:
         """``[V]`` fp32, one layer's opinion of what is worth refreshing; higher is refreshed."""
         raise NotImplementedError
+
+    def counts(self, visual: int, n_layers: int) -> list[int]:
+        """Visual tokens that run in each layer of stage 2, or of the single pass."""
+        return [self.count(visual)] * n_layers
 
     @abstractmethod
     def choose(self, scores: Sequence[Tensor], image: Tensor) -> Tensor:
