@@ -11,6 +11,7 @@ from rich.table import Table
 
 from conduit_kv.engine.cost import Work
 from conduit_kv.stages.hold import average_bits, learned_bytes
+from conduit_kv.stages.reuse import Usage
 
 if TYPE_CHECKING:
     from conduit_kv.engine.request import RequestCache
@@ -112,6 +113,10 @@ class Report:
         FLOPs of the newest prefill or turn and of a decoded token, beside those without a plan.
     flows : tuple of str
         Per reduce or route method and sequence, how many visual tokens ran where.
+    reuse : Usage or None
+        What came from the store and what was computed again; None without a reuse stage.
+    store_bytes : dict
+        Bytes that the store holds now, per tier.
     """
 
     plan: str
@@ -126,6 +131,20 @@ class Report:
     notes: tuple[str, ...] = ()
     work: Work | None = None
     flows: tuple[str, ...] = ()
+    reuse: Usage | None = None
+    store_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens as servers report them, over the batch."""
+        images = sum(sum(sequence.images) for sequence in self.sequences)
+        return {
+            "prompt_tokens": sum(sequence.tokens for sequence in self.sequences),
+            "image_tokens": images,
+            "cached_tokens": self.reuse.cached_tokens if self.reuse else 0,
+            "refreshed_tokens": self.reuse.refreshed_tokens if self.reuse else 0,
+            "kept_tokens": round(sum(sequence.kept for sequence in self.sequences)),
+        }
 
     @staticmethod
     def of(cache: RequestCache, seconds: dict[str, float] | None = None) -> Report:
@@ -156,11 +175,13 @@ class Report:
             notes=tuple(notes),
             work=Work.of(cache, cache.cost) if cache.cost is not None else None,
             flows=tuple(_flows(cache)),
+            reuse=None if cache.reuse is None else cache.reuse.usage,
+            store_bytes={} if cache.reuse is None else cache.reuse.shelf.store.nbytes_by_tier(),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "usage": self.usage}
 
     def __str__(self) -> str:
         console = Console(width=100, no_color=True)
@@ -187,6 +208,8 @@ class Report:
             )
         yield table
         yield from self.flows
+        if self.reuse is not None:
+            yield _reuse(self.reuse, self.store_bytes)
         if self.work is not None and self.work.full_prefill.total:
             yield _work(self.work)
         saved = _percent(self.kv_bytes, self.full_bytes)
@@ -234,6 +257,20 @@ def _flows(cache: RequestCache) -> Iterator[str]:
                     f"{flow.method.stage}{name}: visual tokens active, mean over layers: "
                     f"{schedule.formula()}"
                 )
+
+
+def _reuse(usage: Usage, store_bytes: dict[str, int]) -> str:
+    parts = [
+        f"images: {usage.cached_tokens} of {usage.image_tokens} tokens from the store",
+        f"{usage.computed_tokens} prefilled alone in {usage.fill_seconds:.3f} s",
+        f"{usage.refreshed_tokens} computed again",
+    ]
+    for tier, (images, size, seconds) in usage.stored.items():
+        parts.append(f"{images} image(s), {_size(size)}, from {tier} in {seconds:.3f} s")
+    if usage.cached_tokens:
+        parts.append(f"about {usage.saved_seconds:.3f} s of prefilling them alone saved")
+    held = ", ".join(f"{tier} {_size(size)}" for tier, size in store_bytes.items())
+    return "; ".join(parts) + f"; the store holds {held}"
 
 
 def _work(work: Work) -> str:

@@ -356,6 +356,17 @@ class RequestCache(VisualCache):
             raise InputError("a decoding step failed on this cache: start from a new prefill")
 
     @property
+    def only_adds(self) -> bool:
+        """Whether later turns leave what is held as it is."""
+        return not (self.eviction.active or self.holding.active or self.flows)
+
+    def go_back(self, seen: int) -> None:
+        """Take later turns back, to the end of one: nothing of them has touched what was held."""
+        super().crop(seen - self.progress.seen)
+        if self.reuse is not None:
+            self.reuse.decided_at = min(self.reuse.decided_at, seen)
+
+    @property
     def is_croppable(self) -> bool:
         """Assisted decoding takes guessed tokens back; eviction would have listened to them."""
         return not self.eviction.active

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,39 @@ import torch
 from conduit_kv.engine.report import Report
 from conduit_kv.engine.runner import Reply, Runner, State
 from conduit_kv.engine.sampling import Sampling, TextStream
+from conduit_kv.engine.saved import load_state, save_state
 from conduit_kv.errors import InputError
 from conduit_kv.images import ImageLike
 from conduit_kv.plan import Plan
+from conduit_kv.reuse.store import Store
 
 _MARK = "\u241e\u241e"
 """Stands for an answer when a template is asked what follows one."""
+
+
+@dataclass
+class _Turn:
+    """A conversation at the end of a turn, to come back to.
+
+    Attributes
+    ----------
+    seen : int
+        Tokens seen by then. Where a plan only adds to the cache, going back takes them off again.
+    state : State or None
+        A copy of the state, where a plan lets go of something; and that of a fork.
+    """
+
+    messages: list[dict[str, Any]]
+    pending: list[int]
+    seen: int
+    logits: Any
+    state: State | None = None
+
+
+def _copy(state: State | None) -> State | None:
+    if state is None:
+        return None
+    return State(state.cache.fork(), state.logits, list(state.ids), dict(state.seconds))
 
 
 class Session:
@@ -30,16 +59,25 @@ class Session:
     vlm : Runner
     plan : Plan
     prefill_chunk : int or None
+    store : Store or None
+        Where a reuse stage keeps images; the model's own, in memory, by default.
     """
 
-    def __init__(self, vlm: Runner, plan: Plan, prefill_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        vlm: Runner,
+        plan: Plan,
+        prefill_chunk: int | None = None,
+        store: Store | None = None,
+    ) -> None:
         self.vlm = vlm
         self.plan = plan
+        self.store = store
         self.state: State | None = None
         self.messages: list[dict[str, Any]] = []
         self._chunk = prefill_chunk
         self._pending: list[int] = []
-        self._per_token: float | None = None
+        self._before: _Turn | None = None
 
     @property
     def report(self) -> Report:
@@ -102,11 +140,12 @@ class Session:
             inputs = self._with_pending(inputs)
         seen = len(self.state.ids) if self.state else 0
         self.vlm.check_length(seen + inputs["input_ids"].shape[1], max_new_tokens)
+        before = self._now()
         if self.state is None:
-            state = self.vlm.prefill(inputs, self.plan, chunk=self._chunk)
+            state = self.vlm.prefill(inputs, self.plan, chunk=self._chunk, store=self.store)
         else:
             state = self.vlm.extend(self.state, inputs, chunk=self._chunk)
-        self.state = state
+        self.state, self._before = state, before
         self._pending = []
         chooser = (sampling or Sampling()).chooser()
         text, ends = TextStream(self.vlm.tokenizer), self.vlm.end_tokens()
@@ -146,6 +185,82 @@ class Session:
         if len(answer) > len(shown):
             yield answer[len(shown) :]
         return Reply(answer, tuple(tokens), finish, state.report)
+
+    # -- other ways to go on -----------------------------------------------------------------
+
+    def fork(self) -> Session:
+        """A conversation that goes its own way from here; nothing that is written is shared."""
+        other = Session(self.vlm, self.plan, self._chunk, self.store)
+        other.state = _copy(self.state)
+        other.messages, other._pending = list(self.messages), list(self._pending)
+        if self._before is not None:
+            other._before = replace(self._before, state=_copy(self._before.state))
+        return other
+
+    def undo(self) -> None:
+        """Take the last turn back, question and answer.
+
+        What the plan let go for that turn is there again. One turn can be undone: the next undo
+        needs a turn between.
+
+        Raises
+        ------
+        InputError
+            If there is no turn to take back.
+        """
+        if self._before is None:
+            raise InputError("there is no turn to take back: one turn can be undone, once")
+        before, self._before = self._before, None
+        self.messages, self._pending = before.messages, before.pending
+        if before.state is not None or not before.seen or self.state is None:
+            self.state = before.state
+            return
+        self.state.cache.go_back(before.seen)
+        self.state.logits = before.logits
+        del self.state.ids[before.seen :]
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated: by the cache, and by the copy that :meth:`undo` goes back to."""
+        found = {"cache": 0, "undo": 0}
+        copy = None if self._before is None else self._before.state
+        for name, state in (("cache", self.state), ("undo", copy)):
+            if state is not None:
+                found[name] = sum(state.cache.bytes_allocated().values())
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a file, to go on with it in another process.
+
+        The file holds the cache as the plan left it, and so can reveal what was shown and said; it
+        can be read by its owner alone.
+
+        Raises
+        ------
+        InputError
+            If nothing has been asked yet, or the file cannot be written.
+        """
+        if self.state is None:
+            raise InputError("nothing has been asked yet: there is nothing to save")
+        save_state(path, self)
+
+    @staticmethod
+    def load(vlm: Runner, path: str | Path, *, store: Store | None = None) -> Session:
+        """A conversation that :meth:`save` has written.
+
+        Raises
+        ------
+        InputError
+            If the file cannot be read, is damaged, of another version, or of another model.
+        """
+        return load_state(vlm, path, store)
+
+    def _now(self) -> _Turn:
+        state = self.state
+        kept = None if state is None or state.cache.only_adds else _copy(state)
+        seen = 0 if state is None else len(state.ids)
+        logits = None if state is None else state.logits
+        return _Turn(list(self.messages), list(self._pending), seen, logits, kept)
 
     def _turn_text(self, message: dict[str, Any]) -> str:
         """The text that this turn adds to what the cache has seen."""

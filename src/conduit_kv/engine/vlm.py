@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from conduit_kv.engine.runner import Reply, Runner
 from conduit_kv.engine.sampling import Sampling
@@ -11,6 +12,7 @@ from conduit_kv.engine.session import Session
 from conduit_kv.images import ImageLike
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
+from conduit_kv.reuse.store import Store
 
 
 class VLM(Runner):
@@ -35,6 +37,7 @@ class VLM(Runner):
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
+        store: Store | None = None,
     ) -> Reply:
         """Answer one question about some images.
 
@@ -50,6 +53,8 @@ class VLM(Runner):
             Greedy by default.
         stop : sequence of str
             The answer ends before the first of these.
+        store : Store
+            Where a reuse stage keeps images; this object's own, in memory, by default.
 
         Raises
         ------
@@ -58,15 +63,23 @@ class VLM(Runner):
         PlanError
             If the plan cannot be carried out.
         """
-        return self.session(plan).ask(
+        return self.session(plan, store=store).ask(
             question, images, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
         )
 
     def session(
-        self, plan: Plan | Method | str | None = None, *, prefill_chunk: int | None = None
+        self,
+        plan: Plan | Method | str | None = None,
+        *,
+        prefill_chunk: int | None = None,
+        store: Store | None = None,
     ) -> Session:
         """A conversation under one plan; images may come at any turn."""
-        return Session(self, Plan.of(plan), prefill_chunk)
+        return Session(self, Plan.of(plan), prefill_chunk, store)
+
+    def load_session(self, path: str | Path, *, store: Store | None = None) -> Session:
+        """A conversation that :meth:`Session.save` has written; see :meth:`Session.load`."""
+        return Session.load(self, path, store=store)
 
     def selftest(self) -> SelfTest:
         """Check on this very model that the plain path is plain Transformers, in seconds."""

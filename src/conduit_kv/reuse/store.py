@@ -277,7 +277,7 @@ class Store:
             if tier is not None:
                 tier.clear()
 
-    def bytes_by_tier(self) -> dict[str, int]:
+    def nbytes_by_tier(self) -> dict[str, int]:
         """Bytes held now, per tier of this machine."""
         found = {"memory": self.memory.nbytes}
         if self.disk is not None:
