@@ -118,6 +118,12 @@ class Plan:
         return self.stage("retrieve")
 
     @property
+    def takes_entries(self) -> bool:
+        """Whether images are prefilled alone and kept in a store."""
+        return any(method is not None and not method.is_identity
+                   for method in (self.reuse, self.retrieve))  # fmt: skip
+
+    @property
     def is_identity(self) -> bool:
         """Whether no method does anything, so that the plain path is taken."""
         return all(method.is_identity for method in self.methods)

@@ -1,4 +1,4 @@
-"""The command line: ``conduit-kv demo | ask | methods | selftest | bench | setup``.
+"""The command line: ``conduit-kv demo | ask | methods | selftest | bench | fit | setup``.
 
 Nothing heavy is imported until a command runs, so that ``--help`` does not wait for PyTorch.
 """

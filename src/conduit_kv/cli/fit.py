@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from conduit_kv.cli.common import check_target, console, guarded, load_vlm, size_text
+from conduit_kv.cli.common import (
+    DeviceOption,
+    ModelOption,
+    ThreadsOption,
+    check_target,
+    console,
+    guarded,
+    load_vlm,
+    size_text,
+)
 
 fit = typer.Typer(help="Learn from images what a method needs of a model.", no_args_is_help=True)
 
@@ -88,3 +97,68 @@ def _pictures(images: str, n: int) -> list[Any]:
     if not found:
         raise InputError(f"--images {images}: there are no pictures")
     return found
+
+
+@fit.command()
+@guarded
+def retoken(
+    out: Annotated[Path, typer.Option(help="File to write, *.safetensors.")],
+    model: ModelOption = "embedded",
+    data: Annotated[
+        str,
+        typer.Option(help='"board" (drawn boards), or a folder with questions.jsonl.'),
+    ] = "board",
+    questions: Annotated[int, typer.Option(min=3, help="Questions drawn for board.")] = 1200,
+    images: Annotated[int, typer.Option(min=2, max=256, help="Images of a set for board.")] = 16,
+    steps: Annotated[int, typer.Option(min=1)] = 400,
+    batch: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 16,
+    depth: Annotated[
+        list[float] | None,
+        typer.Option(help="Scored layer as a share of the depth; several are averaged. [0.25]"),
+    ] = None,
+    space: Annotated[str, typer.Option(help="Score against stored values or keys.")] = "value",
+    seed: int = 0,
+    device: DeviceOption = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    threads: ThreadsOption = None,
+) -> None:
+    """Train ReToken's one token; minutes on a CPU for the embedded model. Ctrl-C, then go on."""
+    from conduit_kv.errors import InputError
+
+    check_target(out, (".safetensors",))
+    if space not in ("value", "key"):
+        raise InputError(f"--space is value or key, not {space!r}")
+    from conduit_kv.retrieve import fit as training
+
+    settings = training.Settings(
+        steps, batch, tuple(depth or (0.25,)), "key" if space == "key" else "value", seed=seed
+    )
+    if data == "board":
+        known = training.board_data(questions, images, seed)
+    else:
+        known = training.folder_data(Path(data))
+    trainer = training.Trainer(load_vlm(model, device, dtype, threads), known, settings, out)
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+    ) as bar:
+        tasks: dict[str, int] = {}
+
+        def show(what: str, done: int, of: int, loss: float | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=of)
+            words = what if loss is None else f"{what}, loss {loss:.3f}"
+            bar.update(tasks[what], completed=done, description=words)  # type: ignore[arg-type]
+
+        artefact = trainer.run(show)
+    recall = trainer.recall(artefact, known.examples[:200])
+    typer.echo(
+        f"wrote {out}: layers {artefact.config['scored_layers']}, loss "
+        f"{artefact.config['loss']:.3f}, the best image is right for {100 * recall:.0f} % of "
+        f"{min(200, len(known.examples))} training questions"
+    )

@@ -36,6 +36,8 @@ _ENCODERS = ("get_image_features", "get_video_features")
 _ENCODED = "_conduit_encoded"
 """Attribute of an encoder's output that says what it was computed from."""
 _LENGTH = "conduit_encoded_length"
+_OF_IMAGES = ("pixel_", "image_", "video_", "second_per_grid", "batch_num_images", "mm_encoder")
+"""How the names of a call's arguments begin that say what its images are."""
 _NOT_INPUTS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels"}
 
 
@@ -148,10 +150,11 @@ class Run:
                 visual = {k: v for k, v in kwargs.items() if k not in _NOT_INPUTS and v is not None}
                 given_positions = kwargs.pop("position_ids", None)
                 position_ids = self._take_in(cache, ids, mask, visual, given_positions)
-                if cache.reuse is not None and cache.reuse.waiting:
+                if cache.took_images:
                     # The images come from their entries: the model is not to encode them.
                     for name in {*visual, "mm_encoder_outputs"}:
-                        kwargs.pop(name, None)
+                        if name.startswith(_OF_IMAGES):
+                            kwargs.pop(name, None)
             kwargs[cache_name(type(self.model))] = cache
             kwargs["position_ids"] = position_ids.to(ids.device)
             kwargs["use_cache"] = True
@@ -198,12 +201,18 @@ class Run:
         ]
         position_ids = self._pad_positions(positions, valid)
         self._check_positions(cache, given_positions, position_ids, valid)
-        if cache.reuse is not None and any(layout.grids for layout in layouts):
-            if len(rows) > 1:
-                raise PlanError(
-                    f"{cache.plan.reuse} takes one prompt at a time, not {len(rows)}: run them one "
-                    "by one, and decode_together() them"
-                )
+        taking = cache.retrieval or cache.reuse
+        brought = cache.retrieval is not None or any(layout.grids for layout in layouts)
+        if taking is not None and brought and len(rows) > 1:
+            raise PlanError(
+                f"{taking.method} takes one prompt at a time, not {len(rows)}: run them one "
+                "by one, and decode_together() them"
+            )
+        if cache.retrieval is not None:
+            relative_ids = positions[0] - int(starts[0])
+            cache.retrieval.take(self, rows[0], visual, layouts[0], relative_ids)
+            self.seconds["fill"] = cache.retrieval.fill_seconds
+        elif cache.reuse is not None and layouts[0].grids:
             pieces = self.family.pieces(self.model, rows[0], visual, layouts[0])
             cache.reuse.take(self, pieces, positions[0])
         cache.progress.advance(valid, layouts, positions)
@@ -340,7 +349,8 @@ class Run:
     def _check_positions(
         self, cache: RequestCache, given: Tensor | None, ours: Tensor, valid: Tensor
     ) -> None:
-        if given is None or (self.family.position_axes > 1 and cache.progress.seen):
+        renumbered = self.family.position_axes > 1 or cache.retrieval is not None
+        if given is None or (renumbered and cache.progress.seen):
             return
         given = given.cpu()
         if given.dim() == 3 and ours.dim() == 3:

@@ -16,12 +16,14 @@ from conduit_kv.engine.cost import Cost
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
+from conduit_kv.methods.retrieve import RetrieveMethod
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.fill import Recorder
 from conduit_kv.reuse.shelf import Shelf
 from conduit_kv.stages.evict import Eviction
 from conduit_kv.stages.flow import Flow
 from conduit_kv.stages.hold import Holding
+from conduit_kv.stages.retrieve import Retrieval
 from conduit_kv.stages.reuse import Reuse
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ class RequestCache(VisualCache):
         Those of other plans, which observe this request's prefill and act on forks of it.
     recorder : Recorder or None
         Takes an entry from this prefill.
+    retrieval : Retrieval or None
+        The retrieve stage of this request, if its plan has one that does something.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class RequestCache(VisualCache):
         self.ending = Ending.of(plan, self)
         self.watchers: list[Ending] = []
         self.recorder: Recorder | None = None
+        self.retrieval = self._new_retrieval()
         self._moved = False
         self._broken = False
 
@@ -139,10 +144,11 @@ class RequestCache(VisualCache):
         return [Flow(method, self) for method in self.plan.flows]
 
     @property
-    def stages(self) -> list[Reuse | Flow | Eviction | Holding]:
+    def stages(self) -> list[Reuse | Flow | Eviction | Holding | Retrieval]:
         """The stages of this request, in order."""
         first: list[Reuse] = [] if self.reuse is None else [self.reuse]
-        return [*first, *self.flows, self.eviction, self.holding]
+        last: list[Retrieval] = [] if self.retrieval is None else [self.retrieval]
+        return [*first, *self.flows, self.eviction, self.holding, *last]
 
     def _new_reuse(self) -> Reuse | None:
         method = self.plan.reuse
@@ -154,6 +160,23 @@ class RequestCache(VisualCache):
                 "take one of them"
             )
         return Reuse(method, self, self.shelf or Shelf())
+
+    def _new_retrieval(self) -> Retrieval | None:
+        method = self.plan.retrieve
+        if not isinstance(method, RetrieveMethod) or method.is_identity:
+            return None
+        others = [each for each in self.plan if each.stage != "retrieve" and not each.is_identity]
+        if others:
+            raise PlanError(
+                f"{method.name} runs the text anew over what each question chooses, and "
+                f"{others[0].name} acts on tokens that it would not find again: take one of them"
+            )
+        return Retrieval(method, self, self.shelf or Shelf())
+
+    @property
+    def took_images(self) -> bool:
+        """Whether the step's images come from entries, so that the model need not encode them."""
+        return self.retrieval is not None or (self.reuse is not None and self.reuse.waiting)
 
     # -- what the decoder loop calls ---------------------------------------------------------
 
@@ -169,6 +192,8 @@ class RequestCache(VisualCache):
         """
         if self.recorder is not None:
             self.recorder.begin(embeddings, features)
+        if self.retrieval is not None:
+            return self.retrieval.run(stack, embeddings, position_ids, features)
         if self.reuse is not None and self.reuse.waiting:
             return self.reuse.run(stack, embeddings, position_ids, features)
         return stack(embeddings, position_ids, features)
@@ -330,6 +355,8 @@ class RequestCache(VisualCache):
             ending.finish()
         elif plan is None:
             other.ending = self.ending.fork(other)
+        if self.retrieval is not None and other.plan.retrieve == self.plan.retrieve:
+            other.retrieval = self.retrieval.fork(other)
         return other
 
     def snapshot(self) -> Any:
@@ -368,10 +395,12 @@ class RequestCache(VisualCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Assisted decoding takes guessed tokens back; eviction would have listened to them."""
-        return not self.eviction.active
+        """Assisted decoding takes guessed tokens back; a stage would have listened to them."""
+        return not self.eviction.active and self.retrieval is None
 
     def crop(self, tokens_to_remove: int) -> None:
+        if self.retrieval is not None and tokens_to_remove:
+            raise PlanError(f"cannot take back tokens under {self.plan}: ask the question anew")
         left = self.progress.seen - crop_count(tokens_to_remove)
         decided_at = max(stage.decided_at for stage in self.stages)
         if left < min(decided_at, self.progress.seen):
@@ -387,6 +416,7 @@ class RequestCache(VisualCache):
         self.ending = Ending.of(self.plan, self)
         self.flows = self._new_flows()
         self.watchers = []
+        self.retrieval = self._new_retrieval()
         self._moved = self._broken = False
 
     def _select(self, rows: Tensor) -> None:

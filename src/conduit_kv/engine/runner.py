@@ -20,6 +20,7 @@ from conduit_kv.errors import InputError, ModelError, PlanError
 from conduit_kv.families import family_of
 from conduit_kv.images import ImageLike, read_image
 from conduit_kv.methods.base import Method
+from conduit_kv.methods.retrieve import RetrieveMethod
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.keys import processor_digest
 from conduit_kv.reuse.shelf import Shelf, template_prefix
@@ -190,6 +191,24 @@ class Runner:
                 f"{limit} positions; use fewer images or a shorter text"
             )
 
+    def visible(self, ids: Sequence[int], plan: Plan) -> int:
+        """Positions that a prompt takes: fewer than its tokens if a question sees few of them."""
+        method = plan.retrieve
+        if not isinstance(method, RetrieveMethod) or method.is_identity:
+            return len(ids)
+        visual = int(self.family.visual_mask(self.model, torch.tensor(ids)).sum())
+        if method.long != "error":
+            return 0
+        if method.positions == "kept" or not visual:
+            return len(ids)
+        config = self.model.config.get_text_config()
+        heads = config.num_key_value_heads
+        width = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        per_token = 2 * config.num_hidden_layers * heads * width * self.model.dtype.itemsize
+        return len(ids) - visual + method.count(visual, per_token)
+
     @torch.inference_mode()
     def prefill(
         self,
@@ -215,7 +234,7 @@ class Runner:
             Where a reuse stage keeps images; :attr:`store` by default.
         """
         plan = Plan.of(plan)
-        shelf = self.shelf(store) if plan.reuse and not plan.reuse.is_identity else None
+        shelf = self.shelf(store) if plan.takes_entries else None
         run = Run(self.model, self.family, plan, chunk, evict, shelf)
         cache = run.new_cache()
         cache.watchers = [Ending.of(other, cache) for other in watch]
@@ -243,7 +262,7 @@ class Runner:
                 f"one prompt without padding at a time, not {len(ids)}: decode_together() runs "
                 "several, and compress() takes a padded batch"
             )
-        self.check_length(len(seen) + ids.shape[1])
+        self.check_length(self.visible([*seen, *ids[0].tolist()], cache.plan))
         arguments = {name: value for name, value in inputs.items() if name != "attention_mask"}
         start = time.perf_counter()
         with lock_of(self.model), wrapped(run):
@@ -252,6 +271,8 @@ class Runner:
             )
         total = time.perf_counter() - start
         seconds = {"encode": run.seconds.get("encode", 0.0), "first_token": total}
+        if "fill" in run.seconds:
+            seconds["fill"] = run.seconds["fill"]
         return State(cache, output.logits[:, -1], [*seen, *ids[0].tolist()], seconds)
 
     def forks(self, state: State, plans: Sequence[Plan]) -> list[State]:
@@ -280,7 +301,13 @@ class Runner:
         evict : bool
             False leaves the evict stage out of this step.
         """
-        self.check_length(max(len(state.ids) for state in states) + ids.shape[1])
+        if ids.shape[1] > 1 and any(state.cache.retrieval is not None for state in states):
+            for row, state in enumerate(states):
+                inputs = {"input_ids": ids[row : row + 1].to(self.model.device)}
+                vars(state).update(vars(self.extend(state, inputs, evict=evict)))
+            return
+        longest = max(self.visible(state.ids, state.cache.plan) for state in states)
+        self.check_length(longest + ids.shape[1])
         run = Run(self.model, self.family, states[0].cache.plan, evict=evict)
         cache = (
             states[0].cache if len(states) == 1 else JoinedCache([state.cache for state in states])

@@ -138,8 +138,9 @@ class Session:
         inputs = self.vlm.process(self._turn_text(message), images, first=self.state is None)
         if self._pending:
             inputs = self._with_pending(inputs)
-        seen = len(self.state.ids) if self.state else 0
-        self.vlm.check_length(seen + inputs["input_ids"].shape[1], max_new_tokens)
+        seen = self.state.ids if self.state else []
+        tokens_in_all = [*seen, *inputs["input_ids"][0].tolist()]
+        self.vlm.check_length(self.vlm.visible(tokens_in_all, self.plan), max_new_tokens)
         before = self._now()
         if self.state is None:
             state = self.vlm.prefill(inputs, self.plan, chunk=self._chunk, store=self.store)

@@ -220,25 +220,37 @@ class Family(ABC):
         Raises
         ------
         PlanError
-            If the layer is not built of ``input_layernorm`` and ``self_attn.k_proj``.
+            If the layer is not built of ``input_layernorm`` and ``self_attn.q_proj`` and so on.
         """
+        return self._projected(layer, hidden, "k")
+
+    def queries(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """``[B, H, n, d]``: as :meth:`keys`, of the queries."""
+        return self._projected(layer, hidden, "q")
+
+    def values(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """``[B, G, n, d]``: as :meth:`keys`, of the values."""
+        return self._projected(layer, hidden, "v")
+
+    def _projected(self, layer: nn.Module, hidden: Tensor, name: str) -> Tensor:
         attention: Any = self.attention(layer)
         norm: Any = getattr(layer, "input_layernorm", None)
-        if norm is None or not hasattr(attention, "k_proj"):
+        project: Any = getattr(attention, f"{name}_proj", None)
+        if norm is None or project is None:
             raise PlanError(
-                f"{type(layer).__name__} does not name its keys' projection as Llama, Qwen and "
+                f"{type(layer).__name__} does not name its projections as Llama, Qwen and "
                 "Mistral do: reuse and retrieve cannot be used on it"
             )
-        keys: Tensor = attention.k_proj(norm(hidden))
-        key_norm: Any = getattr(attention, "k_norm", None)
+        projected: Tensor = project(norm(hidden))
+        own_norm: Any = getattr(attention, f"{name}_norm", None)
         width = int(attention.head_dim)
-        whole = key_norm is not None and key_norm.weight.shape[0] != width
+        whole = own_norm is not None and own_norm.weight.shape[0] != width
         if whole:  # some models normalise all heads together
-            keys = key_norm(keys)
-        keys = keys.unflatten(-1, (-1, width))
-        if key_norm is not None and not whole:
-            keys = key_norm(keys)
-        return keys.transpose(1, 2)
+            projected = own_norm(projected)
+        projected = projected.unflatten(-1, (-1, width))
+        if own_norm is not None and not whole:
+            projected = own_norm(projected)
+        return projected.transpose(1, 2)
 
     def after_layer(
         self, text_model: nn.Module, layer: int, hidden: Tensor, features: Mapping[str, Any]

@@ -1,0 +1,243 @@
+"""The images of a request as stored entries, and the places that chosen tokens take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from conduit_kv.layout import Layout
+from conduit_kv.reuse.entry import Entry
+
+Part = tuple[Literal["keys", "values", "features"], int | None]
+"""What a method ranks by: K or V of one layer, or what the image encoder gave."""
+
+
+@dataclass
+class Bank:
+    """The visual tokens of a request, unit by unit: what a question may choose from.
+
+    A unit is what was prefilled alone: an image, or a group of a video's frames. A candidate is a
+    visual token; candidates count from 0 over all units in the order of the sequence.
+
+    A unit's entry is held, or it stays where it is stored: then only what ranks it is held, and
+    the entry is fetched when a question has chosen it.
+
+    Attributes
+    ----------
+    tokens : list of Tensor
+        Per unit, ``[n]`` int64: where its candidates lie in the sequence.
+    images : list of int
+        The image of the sequence's layout that each unit is, or is a part of.
+    positions : list of Tensor
+        Per unit, ``[axes, n]`` int64: the positions that it was prefilled at.
+    bytes_per_token : int
+        K and V of one token in all layers.
+    """
+
+    tokens: list[Tensor] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    positions: list[Tensor] = field(default_factory=list)
+    bytes_per_token: int = 0
+    _held: list[Entry | None] = field(default_factory=list)
+    _fetch: list[Callable[[], Entry]] = field(default_factory=list)
+    _parts: list[dict[Part, Tensor]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def size(self) -> int:
+        """``N``, candidates of all units."""
+        return sum(len(tokens) for tokens in self.tokens)
+
+    @property
+    def unit(self) -> Tensor:
+        """``[N]`` int64, the unit of each candidate."""
+        sizes = torch.tensor([len(tokens) for tokens in self.tokens], dtype=torch.long)
+        return torch.repeat_interleave(torch.arange(len(self)), sizes)
+
+    @property
+    def places(self) -> Tensor:
+        """``[N]`` int64, where each candidate lies in the sequence; ascending."""
+        return torch.cat(self.tokens) if self.tokens else torch.empty(0, dtype=torch.long)
+
+    def add(
+        self,
+        entry: Entry,
+        tokens: Tensor,
+        image: int,
+        fetch: Callable[[], Entry] | None = None,
+        reads: Sequence[Part] = (),
+    ) -> None:
+        """One more unit, after all others.
+
+        Parameters
+        ----------
+        fetch : callable, optional
+            Gives the entry again: then it is not held.
+        reads : sequence of Part
+            What is held of it in that case.
+        """
+        self.tokens.append(tokens)
+        self.images.append(image)
+        self.positions.append(entry.positions.cpu())
+        keys = entry.keys
+        self.bytes_per_token = 2 * keys[:, :, 0].numel() * keys.element_size()
+        self._held.append(entry if fetch is None else None)
+        self._fetch.append(fetch or (lambda: entry))
+        parts = {} if fetch is None else {part: _part(entry, part).clone() for part in reads}
+        self._parts.append(parts)
+
+    def entry(self, unit: int) -> Entry:
+        """A unit's entry, fetched if it is not held."""
+        held = self._held[unit]
+        return self._fetch[unit]() if held is None else held
+
+    def part(self, unit: int, part: Part) -> Tensor:
+        """``[G, n, d]`` or ``[n, D]``: what a unit is ranked by; held from then on."""
+        held = self._held[unit]
+        if held is not None:
+            return _part(held, part)
+        if part not in self._parts[unit]:
+            self._parts[unit][part] = _part(self._fetch[unit](), part).clone()
+        return self._parts[unit][part]
+
+    def parts(self, chosen: Tensor) -> list[tuple[int, Tensor]]:
+        """Units with some of candidates ``chosen`` ``[n]`` ascending, and which of the unit's."""
+        found, start = [], 0
+        for unit, tokens in enumerate(self.tokens):
+            stop = start + len(tokens)
+            mine = chosen[(chosen >= start) & (chosen < stop)] - start
+            if len(mine):
+                found.append((unit, mine))
+            start = stop
+        return found
+
+    def gather(self, chosen: Tensor, layer: int | None = None) -> tuple[Tensor, Tensor]:
+        """Position-free keys, and values, of candidates: ``[L, G, n, d]``, or of one layer."""
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for unit, mine in self.parts(chosen):
+            entry = self.entry(unit)
+            at = mine.to(entry.keys.device)
+            whole = len(mine) == entry.tokens
+            for store, tensor in ((keys, entry.keys), (values, entry.values)):
+                part = tensor if layer is None else tensor[layer]
+                store.append(part if whole else part.index_select(-2, at))
+        return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor held: its kind, and itself."""
+        for entry, parts in zip(self._held, self._parts, strict=True):
+            held = [] if entry is None else list(entry.tensors().values())
+            for tensor in (*held, *parts.values()):
+                yield "entries", tensor
+        for tensor in (*self.tokens, *self.positions):
+            yield "positions", tensor
+
+    def copy(self) -> Bank:
+        """A bank that goes its own way; entries are shared, nobody writes to them."""
+        return replace(
+            self,
+            tokens=list(self.tokens),
+            images=list(self.images),
+            positions=list(self.positions),
+            _held=list(self._held),
+            _fetch=list(self._fetch),
+            _parts=list(self._parts),
+        )
+
+
+def _part(entry: Entry, part: Part) -> Tensor:
+    name, layer = part
+    tensor: Tensor = getattr(entry, name)
+    return tensor if layer is None else tensor[layer]
+
+
+def contiguous_positions(layout: Layout, positions: Tensor, visible: Tensor) -> Tensor:
+    """New positions of the visible tokens, as if the others had never been there.
+
+    With one axis they count on. With M-RoPE a run of an image's tokens keeps its shape: it begins
+    where the text before it ends, its frames take the first of the run's own times, and the text
+    after it begins one beyond the largest position. With everything visible they are the old ones.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of all ``T`` tokens.
+    positions : Tensor
+        ``[axes, T]`` int64.
+    visible : Tensor
+        ``[V]`` int64 ascending.
+
+    Returns
+    -------
+    Tensor
+        ``[axes, V]`` int64.
+    """
+    if positions.shape[0] == 1:
+        return torch.arange(len(visible))[None]
+    image = layout.image
+    starts = torch.ones(len(image), dtype=torch.bool)
+    starts[1:] = image[1:] != image[:-1]
+    run_of = starts.long().cumsum(0) - 1  # of every token
+    found, cursor = [], 0
+    for run in run_of[visible].unique_consecutive().tolist():
+        mine = visible[run_of[visible] == run]
+        if image[mine[0]] < 0:
+            part = (torch.arange(len(mine)) + cursor).expand(positions.shape[0], -1)
+        else:
+            whole = torch.nonzero(run_of == run).flatten()
+            old = positions[:, whole]
+            part = positions[:, mine] - old.amin(1, keepdim=True)
+            times = old[0].unique() - old[0].min()
+            kept = part[0].unique()  # the times of the frames that are visible
+            part = torch.cat([times[torch.searchsorted(kept, part[0])][None], part[1:]])
+            part = part + cursor
+        found.append(part)
+        cursor = int(part.max()) + 1
+    return torch.cat(found, dim=1)
+
+
+def take_images(
+    order: Sequence[int], sizes: Sequence[int], token_scores: Tensor, count: int
+) -> Tensor:
+    """Candidates of the first units in an order, until ``count`` are chosen.
+
+    The last unit that fits only partly gives its best tokens; ties go to the lower index.
+
+    Parameters
+    ----------
+    order : sequence of int
+        Units, best first.
+    sizes : sequence of int
+        Candidates of each unit.
+    token_scores : Tensor
+        ``[N]``, by which the last unit is cut.
+
+    Returns
+    -------
+    Tensor
+        ``[min(count, N)]`` int64 ascending.
+    """
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    chosen, left = [], count
+    for unit in order:
+        mine = torch.arange(ends[unit] - sizes[unit], ends[unit])
+        if len(mine) > left:
+            mine = mine[best(token_scores[mine], left)]
+        chosen.append(mine)
+        left -= len(mine)
+        if not left:
+            break
+    return torch.cat(chosen).sort().values if chosen else torch.empty(0, dtype=torch.long)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """``[count]`` int64, the places of the largest scores; ties go to the lower index."""
+    order = torch.sort(scores.float().cpu(), descending=True, stable=True).indices
+    return order[:count]
