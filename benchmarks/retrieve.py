@@ -180,17 +180,23 @@ def rows_of(
                 value = statistics.fmean(recall(order, gold, k) for order, gold in ranked)
                 row[f"recall@{k}"] = value
                 row[f"recall@{k}_interval"] = wilson(value, len(ranked))
-        by_kind: dict[str, list[float]] = {}
-        for result, item in zip(found, items, strict=False):
-            by_kind.setdefault(item.kind, []).append(result["score"])
-        row["by_kind"] = {
-            kind: [statistics.fmean(v), len(v)] for kind, v in sorted(by_kind.items())
-        }
+            row["recall@1_by_kind"] = _by_kind(
+                items, [recall(order, gold, 1) for order, gold in ranked]
+            )
+        row["by_kind"] = _by_kind(items, scores)
         if best is not None and method not in FULL and "wrong" not in method:
             theirs = [result["score"] for result in results[best]]
             row["against"] = best
             row["difference"] = vars(compare(scores[: len(theirs)], theirs))
         yield row
+
+
+def _by_kind(items: list[Item], values: list[float]) -> dict[str, list[float]]:
+    """Per kind of question: the mean, and of how many."""
+    found: dict[str, list[float]] = {}
+    for value, item in zip(values, items, strict=False):
+        found.setdefault(item.kind, []).append(value)
+    return {kind: [statistics.fmean(each), len(each)] for kind, each in sorted(found.items())}
 
 
 def recalls_of(measure: Measure, task: str, n: int, methods: list[str]) -> Iterator[dict[str, Any]]:
@@ -206,6 +212,8 @@ def recalls_of(measure: Measure, task: str, n: int, methods: list[str]) -> Itera
             ]
             row[f"recall@{k}"] = statistics.fmean(values)
             row[f"recall@{k}_interval"] = wilson(statistics.fmean(values), n)
+            if k == 1:
+                row["recall@1_by_kind"] = _by_kind(items, values)
         yield row
 
 

@@ -123,7 +123,7 @@ def test_an_artefact_is_for_one_model_and_whole(tmp_path: Path) -> None:
     written = Trainer(runner(), data(), settings(), path).run()
     read = load_artefact(path)
     assert read.kind == "retoken" and read.config == json.loads(json.dumps(written.config))
-    other = runner("llava-siglip")
+    other = runner("qwen2-vl")
     inputs = other.process(
         other.render([{"role": "user", "content": [{"type": "image"}]}]), [data().images[0]]
     )

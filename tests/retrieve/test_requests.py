@@ -10,11 +10,13 @@ import torch
 
 import conduit_kv as ckv
 from conduit_kv.engine.runner import Runner
+from conduit_kv.engine.vlm import VLM
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.methods.base import registry
 from conduit_kv.methods.retrieve import RetrieveMethod
 from tests.contracts.helpers import batch_and_singles, error, turn
 from tests.tiny import FAMILY_NAMES, tiny_model
+from tests.tiny.parts import picture
 
 NAMES = sorted(n for n, m in registry().items() if issubclass(m, RetrieveMethod))
 
@@ -188,3 +190,17 @@ def test_entries_may_stay_on_disk(method: str, tmp_path: Path) -> None:
     # What is gone from the disk is computed again.
     store.clear()
     assert error(vlm.extend(state, later).logits, vlm.extend(twin, later).logits) <= 1e-5
+
+
+def test_a_turn_is_undone_and_a_conversation_is_not_saved(tmp_path: Path) -> None:
+    vlm = VLM(*tiny_model("llava"), "llava")
+    pictures = [picture(28, 28, seed) for seed in range(3)]
+    chat = vlm.session("attention-select:16")
+    chat.ask("Where is the dog?", pictures, max_new_tokens=3)
+    twin = chat.fork()
+    chat.ask("And the red one?", max_new_tokens=3)
+    chat.undo()
+    one, other = (each.ask("And the blue one?", max_new_tokens=3) for each in (chat, twin))
+    assert one.tokens == other.tokens
+    with pytest.raises(InputError, match="is not saved"):
+        chat.save(tmp_path / "chat")

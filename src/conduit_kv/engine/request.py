@@ -385,7 +385,8 @@ class RequestCache(VisualCache):
     @property
     def only_adds(self) -> bool:
         """Whether later turns leave what is held as it is."""
-        return not (self.eviction.active or self.holding.active or self.flows)
+        acting = self.eviction.active or self.holding.active or self.flows
+        return not acting and self.retrieval is None
 
     def go_back(self, seen: int) -> None:
         """Take later turns back, to the end of one: nothing of them has touched what was held."""

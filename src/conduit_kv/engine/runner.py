@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,6 +26,7 @@ from conduit_kv.plan import Plan
 from conduit_kv.reuse.keys import processor_digest
 from conduit_kv.reuse.shelf import Shelf, template_prefix
 from conduit_kv.reuse.store import Store
+from conduit_kv.videos import Video
 
 Message = Mapping[str, Any]
 """``{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": ...}]}``."""
@@ -120,6 +122,11 @@ class Runner:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, family={self.family.name!r})"
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the processor has a path for videos; else their frames are shown as images."""
+        return getattr(self.processor, "video_processor", None) is not None
+
     def render(self, messages: Sequence[Message], *, answer_next: bool = True) -> str:
         """The prompt's text, with the family's placeholders for images.
 
@@ -140,7 +147,12 @@ class Runner:
         )
 
     def process(
-        self, text: str, images: Sequence[ImageLike] = (), *, first: bool = True
+        self,
+        text: str,
+        images: Sequence[ImageLike] = (),
+        *,
+        videos: Sequence[Video] = (),
+        first: bool = True,
     ) -> dict[str, Any]:
         """The model's inputs for one prompt, on the model's device.
 
@@ -150,6 +162,8 @@ class Runner:
             From :meth:`render`, or a later part of a conversation.
         images : sequence of path, bytes or PIL image
             As many as ``text`` has placeholders.
+        videos : sequence of Video
+            Likewise; for processors that take videos (:attr:`takes_videos`).
         first : bool
             Whether the text begins a prompt: the tokenizer then puts its begin token before it,
             unless the template did.
@@ -168,11 +182,24 @@ class Runner:
         }
         if pictures:
             arguments["images"] = [pictures] if self.family.nested_images else pictures
+        if videos:
+            films = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
+            arguments["videos"] = [films] if self.family.nested_videos else films
+            arguments["do_sample_frames"] = False
+            arguments["video_metadata"] = [
+                {
+                    "fps": video.fps,
+                    "total_num_frames": len(video.frames),
+                    "frames_indices": list(range(len(video.frames))),
+                }
+                for video in videos
+            ]
         try:
             inputs = self.processor(**arguments)
         except (ValueError, IndexError, StopIteration) as error:
             raise InputError(
-                f"the processor refused {len(pictures)} image(s) for this prompt: {error}"
+                f"the processor refused {len(pictures)} image(s) and {len(videos)} video(s) for "
+                f"this prompt: {error}"
             ) from error
         except ImportError as error:
             raise ModelError(f"the processor of {self.name} needs a package: {error}") from None

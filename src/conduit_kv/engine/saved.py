@@ -42,6 +42,11 @@ def save_state(path: str | Path, session: Session) -> None:
     if state is None:
         raise InputError("nothing has been asked yet: there is nothing to save")
     cache = state.cache
+    if cache.retrieval is not None:
+        raise InputError(
+            f"a conversation under {cache.plan} is not saved: its images are in the store, and "
+            "every question sees them anew"
+        )
     writer = _Writer(skip={id(cache): "cache", id(cache.shelf): "shelf"})
     content = {
         "layers": [writer.value(_state_of(layer)) for layer in cache.layers],

@@ -18,6 +18,7 @@ from conduit_kv.errors import InputError
 from conduit_kv.images import ImageLike
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.store import Store
+from conduit_kv.videos import VideoLike, read_video
 
 _MARK = "\u241e\u241e"
 """Stands for an answer when a template is asked what follows one."""
@@ -97,13 +98,19 @@ class Session:
         question: str,
         images: Sequence[ImageLike] = (),
         *,
+        videos: Sequence[VideoLike] = (),
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
         """Ask the next question, with new images if any; see :meth:`VLM.ask`."""
         stream = self.stream(
-            question, images, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
+            question,
+            images,
+            videos=videos,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
         )
         while True:
             try:
@@ -116,6 +123,7 @@ class Session:
         question: str,
         images: Sequence[ImageLike] = (),
         *,
+        videos: Sequence[VideoLike] = (),
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -126,16 +134,21 @@ class Session:
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}: ask for at least one")
-        if not question.strip() and not images:
+        if not question.strip() and not images and not videos:
             raise InputError("the question is empty")
-        message = {
-            "role": "user",
-            "content": [
-                *({"type": "image"} for _ in images),
-                {"type": "text", "text": question},
-            ],
-        }
-        inputs = self.vlm.process(self._turn_text(message), images, first=self.state is None)
+        films = [read_video(video) for video in videos]
+        content: list[dict[str, str]] = [{"type": "image"} for _ in images]
+        if self.vlm.takes_videos:
+            content += [{"type": "video"} for _ in films]
+        else:  # frames are images, numbered on after those before them
+            frames = [frame for film in films for frame in film.frames]
+            for number in range(len(images) + 1, len(images) + len(frames) + 1):
+                content += [{"type": "text", "text": f"Image {number}:"}, {"type": "image"}]
+            images, films = [*images, *frames], []
+        message = {"role": "user", "content": [*content, {"type": "text", "text": question}]}
+        inputs = self.vlm.process(
+            self._turn_text(message), images, videos=films, first=self.state is None
+        )
         if self._pending:
             inputs = self._with_pending(inputs)
         seen = self.state.ids if self.state else []

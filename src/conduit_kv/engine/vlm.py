@@ -13,6 +13,7 @@ from conduit_kv.images import ImageLike
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.store import Store
+from conduit_kv.videos import VideoLike
 
 
 class VLM(Runner):
@@ -34,6 +35,7 @@ class VLM(Runner):
         images: Sequence[ImageLike] = (),
         plan: Plan | Method | str | None = None,
         *,
+        videos: Sequence[VideoLike] = (),
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
@@ -48,6 +50,8 @@ class VLM(Runner):
             Shown before the question, in this order.
         plan : Plan, Method or str
             For example ``"tgv-kv:0.2"``; nothing is compressed by default.
+        videos : sequence of path, bytes or Video
+            Shown after the images, by the processor's path for videos, or frame by frame.
         max_new_tokens : int
         sampling : Sampling
             Greedy by default.
@@ -64,7 +68,12 @@ class VLM(Runner):
             If the plan cannot be carried out.
         """
         return self.session(plan, store=store).ask(
-            question, images, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop
+            question,
+            images,
+            videos=videos,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
         )
 
     def session(

@@ -35,6 +35,8 @@ class Family(ABC):
     """1 for RoPE; 3 (time, row, column) for M-RoPE."""
     nested_images: ClassVar[bool] = False
     """Whether the processor wants a list of images per prompt instead of one list."""
+    nested_videos: ClassVar[bool] = False
+    """Whether the processor wants a list of videos per prompt instead of one list."""
     needs_torchvision: ClassVar[bool] = False
     """Whether the family's processor needs torchvision."""
     opening: ClassVar[int] = 0
@@ -203,14 +205,6 @@ class Family(ABC):
         """
 
     # -- inside the decoder loop -------------------------------------------------------------
-
-    def values(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """``[B, G, n, d]``, the values of hidden states ``[B, n, D]`` entering a layer."""
-        attention: Any = self.attention(layer)
-        norm: Any = layer.input_layernorm
-        values: Tensor = attention.v_proj(norm(hidden))
-        values = values.unflatten(-1, (-1, int(attention.head_dim)))
-        return values.transpose(1, 2)
 
     def keys(self, layer: nn.Module, hidden: Tensor) -> Tensor:
         """``[B, G, n, d]``, the position-free keys of hidden states ``[B, n, D]`` entering a layer.

@@ -85,6 +85,7 @@ class SmolVLM(Idefics3):
 
     name = "SmolVLM"
     model_types = ("smolvlm",)
+    nested_videos = True
     needs_torchvision = True
 
 
