@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def read_video(source: VideoLike, frames: int = MOST_FRAMES) -> Video:
         raise InputError(f"frames={frames}: take at least one")
     name, data = _bytes_of(source)
     try:
-        import av
+        av: Any = importlib.import_module("av")
     except ImportError:
         raise InputError(
             f"{name}: reading videos needs PyAV; run `pip install 'conduit-kv[video]'`, or pass "
