@@ -150,6 +150,10 @@ class Layout:
             self.grids,
         )
 
+    def first_of(self, visual: int) -> Layout:
+        """All text, and the first ``visual`` visual tokens: enough to count with."""
+        return self.select(torch.nonzero(self.text | (self.visual.cumsum(0) <= visual)).flatten())
+
     def extend(self, later: Layout) -> Layout:
         """This sequence followed by ``later``, whose images are numbered on."""
         shifted = torch.where(later.image >= 0, later.image + len(self.grids), later.image)

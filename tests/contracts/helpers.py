@@ -25,6 +25,7 @@ from conduit_kv.engine.request import RequestCache
 from conduit_kv.families import family_of
 from conduit_kv.methods.base import registry
 from conduit_kv.methods.evict import EvictMethod
+from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.plan import Plan
 from tests.families.helpers import reaching_text_model
 from tests.tiny import FAMILY_NAMES, tiny_model
@@ -39,6 +40,9 @@ by four layers."""
 
 EVICT = tuple(sorted(n for n, m in registry().items() if issubclass(m, EvictMethod)))
 """Names of all evict methods."""
+
+FLOWS = tuple(sorted(n for n, m in registry().items() if issubclass(m, FlowMethod)))
+"""Names of all reduce and route methods."""
 
 _FOR_SHORT_PROMPTS = {
     "snapkv": "window=4, kernel=3",

@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.contracts.helpers import EVICT
+from tests.contracts.helpers import EVICT, FLOWS
 from tests.tiny import FAMILY_NAMES
 
 FOLDER = Path("out/support")
 """One file per release of Transformers, in the repository's root."""
+
+METHODS = (*EVICT, *FLOWS)
+"""Rows of the matrix."""
 
 _outcomes: dict[tuple[str, str], list[bool]] = {}
 
@@ -26,17 +29,17 @@ def note(item: pytest.Item, report: pytest.TestReport) -> None:
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     cell = parameters.get("family"), parameters.get("method")
     tested = report.when == "call" and not report.skipped
-    if cell[0] in FAMILY_NAMES and cell[1] in EVICT and (tested or report.failed):
+    if cell[0] in FAMILY_NAMES and cell[1] in METHODS and (tested or report.failed):
         _outcomes.setdefault(cell, []).append(report.passed)
 
 
 def write(folder: Path) -> None:
     """Write the file of this release, if every cell was tested."""
     cells = {
-        family: {method: _outcomes.get((family, method), []) for method in EVICT}
+        family: {method: _outcomes.get((family, method), []) for method in METHODS}
         for family in FAMILY_NAMES
     }
-    if not all(cells[family][method] for family in FAMILY_NAMES for method in EVICT):
+    if not all(cells[family][method] for family in FAMILY_NAMES for method in METHODS):
         return
     folder.mkdir(parents=True, exist_ok=True)
     content = {

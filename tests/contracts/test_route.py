@@ -16,6 +16,7 @@ from conduit_kv.families import family_of
 from conduit_kv.plan import Plan
 from conduit_kv.stack import Stream
 from tests.contracts.helpers import (
+    FLOWS,
     TOLERANCE,
     active,
     as_it_was,
@@ -253,6 +254,35 @@ def test_evict_after_route(family, route, evict):
     budget = Plan.parse(evict).evict.budget
     kept = sum(sum(map(len, heads)) / len(heads) for heads in held(first))
     assert kept == budget.total(reached, 1.0)
+
+
+@pytest.mark.parametrize("method", FLOWS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_contracts_of_every_method(family, method):
+    """Identity; chunked and whole; three tokens at once and one by one; a batch; a second turn."""
+    model, _ = tiny_model(family)
+    inputs = turn(family, 2)
+    plain = converse(model, f"{method}:1.0", [inputs])
+    assert plain.cache.flows == []
+    assert error(plain.logits, plain_logits(model, inputs)[0]) < TOLERANCE
+    plan = f"{method}:0.7" + ("(windows=[1])" if method == "lightkv" else "")
+    more = turn(family, 1, " And this?", seed=1, first=False)
+    whole = converse(model, plan, [inputs, tokens(70, 71, 72), more])
+    parts = [inputs, tokens(70), tokens(71), tokens(72), more]
+    again = converse(model, plan, parts, chunk=9)
+    keep = ~whole.logits.isnan().any(-1)
+    assert error(whole.logits[keep], again.logits[keep]) < TOLERANCE
+    assert same_held(held(whole.cache), held(again.cache))
+    batch, singles = batch_and_singles(family, (1, 2))
+    with as_it_was(model), compress(model, plan) as run:
+        last = model(**batch).logits[:, -1]
+    for row, single in enumerate(singles):
+        alone = converse(model, plan, [single])
+        assert same_held(held(run.cache, row), held(alone.cache))
+        assert error(last[row], alone.logits[-1]) < TOLERANCE
+    visual = run.cache.progress.layouts[1].visual
+    fewer = [int((rows & visual).sum()) < int(visual.sum()) for rows in active(run.cache, 1)]
+    assert any(fewer) or any("too small" in note for note in run.report.notes)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

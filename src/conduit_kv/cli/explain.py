@@ -57,7 +57,7 @@ def explain(vlm: VLM, plan: Plan, inputs: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{method.stage}: {method} leaves all visual tokens everywhere"
                 continue
             reaching = schedule.per_layer
-            layout = _first(layout, reaching[0])
+            layout = layout.first_of(reaching[0])
             yield f"{method.stage}: visual tokens active, mean over layers: {schedule.formula()}"
             for count, layers in _by_count(range(len(kinds)), reaching):
                 yield f"  layers {_runs(layers)}: {count} each"
@@ -67,12 +67,6 @@ def explain(vlm: VLM, plan: Plan, inputs: Mapping[str, Any]) -> Iterator[str]:
             yield from _evict(vlm, method, text, reaching, kinds)
         else:
             yield f"{method.stage}: {method}"
-
-
-def _first(layout: Layout, visual: int) -> Layout:
-    """The layout with its text and so many visual tokens: enough to count with."""
-    kept = layout.text | (layout.visual.long().cumsum(0) <= visual)
-    return layout.select(torch.nonzero(kept).flatten())
 
 
 def _evict(

@@ -216,6 +216,8 @@ class Run:
             pieces = self.family.pieces(self.model, rows[0], visual, layouts[0])
             cache.reuse.take(self, pieces, positions[0])
         cache.progress.advance(valid, layouts, positions)
+        if ids.shape[1] > 1:
+            cache.check_turn()
         return position_ids
 
     def listen(self, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -143,6 +143,16 @@ class RequestCache(VisualCache):
             method.check(len(self.kinds))
         return [Flow(method, self) for method in self.plan.flows]
 
+    def check_turn(self) -> None:
+        """Raise PlanError if the tokens just taken in cannot be routed as the plan says."""
+        for row, layout in enumerate(self.progress.layouts if self.flows else []):
+            new = int((self.progress.step_tokens[row] >= 0).sum())
+            turn = layout.select(torch.arange(len(layout) - new, len(layout)))
+            for flow in self.flows:
+                schedule = flow.method.schedule(len(self.layers), turn, self._flops(row))
+                if schedule is not None:
+                    turn = turn.first_of(schedule.per_layer[0])
+
     @property
     def stages(self) -> list[Reuse | Flow | Eviction | Holding | Retrieval]:
         """The stages of this request, in order."""

@@ -67,6 +67,15 @@ class FlowMethod(Method):
                 f"or {self.name}:64 for a number, mean over layers"
             )
 
+    def check_beside(self, others: Sequence[Method]) -> None:
+        super().check_beside(others)
+        for other in others:
+            if other.stage == "reuse" and not (self.is_identity or other.is_identity):
+                raise PlanError(
+                    f"{self.name} acts on a prompt's prefill, and with {other.name} images are not "
+                    f"prefilled in the prompt but taken from entries: leave one of them out"
+                )
+
     @property
     def is_identity(self) -> bool:
         return self.budget.is_everything

@@ -43,8 +43,9 @@ class LightKv(FlowMethod):
     untouched, K/V included: later layers have fewer tokens.
 
     ``lightkv:0.55`` chooses the layers for a mean of 55 % of the visual tokens over all layers, as
-    near to the published proportions (3 : 4.5 : 6 of 8, for three stages) as the depth allows;
-    stages are whole layers, so that the mean is met to a fraction of a layer.
+    near to the published proportions (12, 18, 24 of 32) as the depth allows; stages are whole
+    layers, so that the mean is met to a fraction of a layer. Where images are too small to merge as
+    much, what can be merged is, and the report says so.
 
     Parameters
     ----------
@@ -114,9 +115,9 @@ class LightKv(FlowMethod):
         visual = int(layout.visual.sum())
         if not visual or self.is_identity:
             return None
-        counts, left = [], layout
+        counts, left, small = [], layout, list[int]()
         for per_side in self.windows:
-            left = left.select(self._survivors(left, per_side))
+            left = left.select(self._survivors(left, per_side, small))
             counts.append(int(left.visual.sum()))
         if self.layers is not None:
             return Schedule(self.layers, tuple(counts), n_layers, visual)
@@ -125,7 +126,7 @@ class LightKv(FlowMethod):
             return None
         layers = _stages(n_layers, (visual, *counts), average)
         found = Schedule(layers, tuple(counts), n_layers, visual)
-        if abs(found.average - average) * n_layers > visual / 2:
+        if abs(found.average - average) * n_layers > visual / 2 and not small:
             least = Schedule(tuple(range(1, 1 + len(counts))), tuple(counts), n_layers, visual)
             raise PlanError(
                 f"{self.name}: {average:.1f} of {visual} visual tokens, mean over {n_layers} "
@@ -135,10 +136,10 @@ class LightKv(FlowMethod):
             )
         return found
 
-    def _survivors(self, layout: Layout, per_side: int) -> Tensor:
+    def _survivors(self, layout: Layout, per_side: int, small: list[int]) -> Tensor:
         """Tokens left after a stage, which of a pair being unknown: as many as there will be."""
         keep = torch.ones(len(layout), dtype=torch.bool)
-        for window in _windows(layout, per_side):
+        for window in _windows(layout, per_side, small):
             keep[window[::2][: int(self.rho * len(window))]] = False
         return torch.nonzero(keep).flatten()
 
@@ -230,7 +231,7 @@ def pairs(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return even[order], odd[partner[order]]
 
 
-def _windows(layout: Layout, per_side: int, small: list[int] | None = None) -> Iterator[Tensor]:
+def _windows(layout: Layout, per_side: int, small: list[int]) -> Iterator[Tensor]:
     """Places of the visual tokens of each window of each image and frame, ascending."""
     for image, grid in enumerate(layout.grids):
         for frame in range(grid.frames):
@@ -238,8 +239,7 @@ def _windows(layout: Layout, per_side: int, small: list[int] | None = None) -> I
             if not len(mine):
                 continue
             if len(mine) < _FEWEST * per_side**2:
-                if small is not None:
-                    small.append(len(mine))
+                small.append(len(mine))
                 continue
             rows, columns = _extent(grid, frame)
             down = _window_of(layout.row[mine], rows, per_side)
