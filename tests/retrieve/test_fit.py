@@ -153,8 +153,11 @@ def test_weights_are_the_same_in_fp32_and_bf16() -> None:
 
 
 def test_boards_are_training_boards_in_small_sets() -> None:
-    known = board_data(12, images=4, seed=3)
+    known = board_data(12, images=4, boards=40, seed=3)
     assert len(known.examples) == 12 and all(len(e.images) == 4 for e in known.examples)
+    assert known.examples == board_data(12, images=4, boards=40, seed=3).examples
+    with pytest.raises(InputError, match="half of the boards"):
+        board_data(12, images=30, boards=40)
     assert {len(e.gold) for e in known.examples} == {1, 2}
     assert not any("image 1" in e.question for e in known.examples)
 

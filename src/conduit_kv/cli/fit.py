@@ -110,6 +110,7 @@ def retoken(
     ] = "board",
     questions: Annotated[int, typer.Option(min=3, help="Questions drawn for board.")] = 1200,
     images: Annotated[int, typer.Option(min=2, max=256, help="Images of a set for board.")] = 16,
+    boards: Annotated[int, typer.Option(min=4, help="Boards that sets are drawn from.")] = 200,
     steps: Annotated[int, typer.Option(min=1)] = 400,
     batch: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 16,
     depth: Annotated[
@@ -134,7 +135,7 @@ def retoken(
         steps, batch, tuple(depth or (0.25,)), "key" if space == "key" else "value", seed=seed
     )
     if data == "board":
-        known = training.board_data(questions, images, seed)
+        known = training.board_data(questions, images, boards, seed)
     else:
         known = training.folder_data(Path(data))
     trainer = training.Trainer(load_vlm(model, device, dtype, threads), known, settings, out)

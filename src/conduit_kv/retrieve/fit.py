@@ -41,6 +41,7 @@ from conduit_kv.methods.retrieve.base import unit_softmax_means
 from conduit_kv.methods.retrieve.retoken import cosines, project
 from conduit_kv.plan import Plan
 from conduit_kv.retrieve.question import early_states
+from conduit_kv.tasks.scenes import Board
 
 if TYPE_CHECKING:
     from conduit_kv.engine.runner import Runner
@@ -122,28 +123,44 @@ class Settings:
 # -- data ------------------------------------------------------------------------------------------
 
 
-def board_data(count: int, images: int = 16, seed: int = 0) -> Data:
+def board_data(questions: int, images: int = 16, boards: int = 200, seed: int = 0) -> Data:
     """Questions about small sets of training boards: no test board, no held-out combination.
 
     Parameters
     ----------
-    count : int
-        Questions.
+    questions : int
     images : int
         Images of a set.
-    """
-    from conduit_kv.tasks import get_task
+    boards : int
+        Boards that all sets are drawn from.
 
-    names = (f"needle-{images}", f"needle-{images}-distractors", f"multi-needle-{images}")
-    drawn = [get_task(name).items(-(-count // 3), seed, "train") for name in names]
-    items = [item for together in zip(*drawn, strict=True) for item in together][:count]
-    boards: dict[Any, int] = {}
+    Raises
+    ------
+    InputError
+        If a set is larger than what it is drawn from.
+    """
+    from conduit_kv.tasks import needles
+    from conduit_kv.tasks.registry import training_boards
+
+    if not 2 <= images <= boards // 2:
+        raise InputError(
+            f"sets of {images} of {boards} boards: take 2 images to half of the boards"
+        )
+    pool = training_boards(boards)
+    number_of = {board: number for number, board in enumerate(pool)}
+    kinds = ("which-image", "where", "left-of", "which-images")
     examples = []
-    for item in items:
-        numbers = tuple(boards.setdefault(board, len(boards)) for board in item.sources)
-        examples.append(Example(item.question, numbers, item.gold))
-    drawings = [board.image() for board in boards]
-    return Data(f"boards, {images} at a time, seed {seed}", drawings, tuple(examples))
+    for number in range(questions):
+        kind, rng = kinds[number % 4], random.Random(f"retoken {seed} {number}")
+        if kind == "which-images":
+            item = needles.multi_needle_item(rng, "", pool, images, "train", kind)
+        else:
+            near = bool(number // 4 % 2)
+            item = needles.needle_item(rng, "", pool, images, "train", kind, distractors=near)
+        shown = tuple(number_of[board] for board in item.sources if isinstance(board, Board))
+        examples.append(Example(item.question, shown, item.gold))
+    name = f"{boards} boards, {images} at a time, seed {seed}"
+    return Data(name, [board.image() for board in pool], tuple(examples))
 
 
 def folder_data(folder: Path) -> Data:

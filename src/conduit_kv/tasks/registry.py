@@ -19,7 +19,7 @@ from conduit_kv.tasks.items import Item, exact_match, list_f1
 from conduit_kv.tasks.questions import QA
 from conduit_kv.tasks.scenes import Board, Picture, Split, Style, held_out, make_board
 
-__all__ = ["POOL_SIZE", "Protocol", "Task", "get_task", "task_names"]
+__all__ = ["POOL_SIZE", "Protocol", "Task", "get_task", "task_names", "training_boards"]
 
 Protocol = Literal["short", "late", "follow-up", "list"]
 Base = Literal["board", "haystack", "needle", "multi-needle", "video", "easy-vqa"]
@@ -107,6 +107,19 @@ def _pool(split: Split) -> tuple[Board, ...]:
         make_board(random.Random(f"haystack {split} {number}"), "dense", split, (3, 6))
         for number in range(POOL_SIZE)
     )
+
+
+def training_boards(count: int) -> tuple[Board, ...]:
+    """The first boards of which training haystacks are made.
+
+    Raises
+    ------
+    InputError
+        If there are fewer.
+    """
+    if not 1 <= count <= POOL_SIZE:
+        raise InputError(f"there are {POOL_SIZE} training boards, not {count}")
+    return _pool("train")[:count]
 
 
 def _image_question(
