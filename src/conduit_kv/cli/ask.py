@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from conduit_kv.engine.sampling import Sampling
     from conduit_kv.engine.session import Session
     from conduit_kv.images import ImageLike
+    from conduit_kv.videos import Video
 
 
 @guarded
@@ -41,6 +42,11 @@ def ask(
         list[Path] | None,
         typer.Option("--image", "-i", help="An image; repeat for several, in order."),
     ] = None,
+    video: Annotated[
+        list[Path] | None,
+        typer.Option("--video", help="A video, shown after the images; may be repeated."),
+    ] = None,
+    frames: Annotated[int, typer.Option(min=1, help="Most frames taken of a video.")] = 32,
     plan: Annotated[
         str, typer.Option("--plan", "-p", help='For example "tgv-kv:0.2"; see `methods`.')
     ] = "full",
@@ -73,10 +79,12 @@ def ask(
     conduit-kv ask "What is in row 1, column 2?" -i board.png --plan tgv-kv:0.2
     """
     from conduit_kv.images import read_image
+    from conduit_kv.videos import read_video
 
     # Everything that can be wrong is looked at before the model is loaded.
     check_target(picture, PICTURES)
     pictures = [read_image(path) for path in image or []]
+    films = [read_video(path, frames) for path in video or []]
 
     from conduit_kv.engine.sampling import Sampling
     from conduit_kv.errors import InputError
@@ -86,6 +94,8 @@ def ask(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens is {max_new_tokens}: ask for at least one")
+    if films and (picture is not None or explain_plan):
+        raise InputError("--picture and --explain-plan are for images: leave --video out")
     vlm = load_vlm(model, device, dtype, threads)
     session = vlm.session(parsed)
     if explain_plan:
@@ -100,7 +110,9 @@ def ask(
         for line in explain(vlm, parsed, vlm.process(vlm.render(prompt), pictures)):
             typer.echo(line, err=json)
     shown = sys.stdout.isatty() if stream is None else stream
-    reply = _answer(session, question, pictures, max_new_tokens, sampling, stop or [], shown, json)
+    reply = _answer(
+        session, question, pictures, films, max_new_tokens, sampling, stop or [], shown, json
+    )
     if json:
         answer = {
             "text": reply.text,
@@ -131,6 +143,7 @@ def _answer(
     session: Session,
     question: str,
     pictures: Sequence[ImageLike],
+    films: Sequence[Video],
     max_new_tokens: int,
     sampling: Sampling,
     stop: list[str],
@@ -140,6 +153,7 @@ def _answer(
     pieces = session.stream(
         question,
         pictures,
+        videos=films,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop=stop,

@@ -11,6 +11,7 @@ from conduit_kv.engine.cost import Cost
 from conduit_kv.layout import Grid, Layout
 from conduit_kv.methods.evict.base import FLOOR, EvictMethod, Scores
 from conduit_kv.methods.flow import FlowMethod
+from conduit_kv.methods.retrieve import RetrieveMethod
 from conduit_kv.view import LayerView
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def explain(vlm: VLM, plan: Plan, inputs: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {100 * flops(reaching) / full:.1f} % of the full prefill's FLOPs"
         elif isinstance(method, EvictMethod):
             yield from _evict(vlm, method, text, reaching, kinds)
+        elif isinstance(method, RetrieveMethod):
+            seen = method.count(visual, vlm.bytes_per_token) if visual else 0
+            yield f"{method.stage}: {method}: a question sees {seen} of {visual} visual tokens"
         else:
             yield f"{method.stage}: {method}"
 

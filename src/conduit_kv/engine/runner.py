@@ -218,6 +218,15 @@ class Runner:
                 f"{limit} positions; use fewer images or a shorter text"
             )
 
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        config = self.model.config.get_text_config()
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * width
+        return int(numbers * self.model.dtype.itemsize)
+
     def visible(self, ids: Sequence[int], plan: Plan) -> int:
         """Positions that a prompt takes: fewer than its tokens if a question sees few of them."""
         method = plan.retrieve
@@ -228,13 +237,7 @@ class Runner:
             return 0
         if method.positions == "kept" or not visual:
             return len(ids)
-        config = self.model.config.get_text_config()
-        heads = config.num_key_value_heads
-        width = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        per_token = 2 * config.num_hidden_layers * heads * width * self.model.dtype.itemsize
-        return len(ids) - visual + method.count(visual, per_token)
+        return len(ids) - visual + method.count(visual, self.bytes_per_token)
 
     @torch.inference_mode()
     def prefill(
