@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 ENVS := .envs
 PIP := -m pip --disable-pip-version-check --no-input -q
 
-.PHONY: demo test lint types test-5.19 oracle bench speed usage support-matrix docs clean
+.PHONY: demo test lint types test-5.19 oracle bench speed usage hold kvcapsule support-matrix docs clean
 
 demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
 	$(ENVS)/demo/bin/conduit-kv demo
@@ -34,6 +34,14 @@ bench: speed usage  ## every figure of the README
 usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hours)
 	$(ENVS)/demo/bin/python benchmarks/usage.py --json benchmarks/results/usage.json
 	$(ENVS)/demo/bin/python benchmarks/tables.py
+
+kvcapsule: $(ENVS)/demo/ready  ## fit the built-in model's KVCapsule artefact anew, after its adapter
+	$(ENVS)/demo/bin/conduit-kv fit kvcapsule --model embedded --images boards --n 300 \
+		--out src/conduit_kv/embedded/kvcapsule.safetensors
+
+hold: $(ENVS)/demo/ready  ## what packing costs in answers (hours), and decode speed
+	$(ENVS)/demo/bin/python benchmarks/hold_speed.py --model --json benchmarks/results/hold_speed.json
+	$(ENVS)/demo/bin/python benchmarks/hold.py --json benchmarks/results/hold.json
 
 support-matrix: test test-5.19  ## write the README's table of what was tested
 	$(ENVS)/test/bin/python -m tests.support_matrix

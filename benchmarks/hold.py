@@ -55,6 +55,9 @@ CAPSULES = {
 }
 
 
+PARTS = ("windows", "options", "capsules")
+
+
 class _Enough(Exception):
     """The time asked for is up."""
 
@@ -102,7 +105,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--n", type=int, default=300, help="items per task")
     parser.add_argument("--task", action="append", choices=TASKS)
-    parser.add_argument("--part", choices=("windows", "capsules", "all"), default="all")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
     parser.add_argument("--threads", type=int, help="of PyTorch")
     parser.add_argument("--until", type=float, help="stop after so many minutes")
     options = parser.parse_args()
@@ -114,7 +117,9 @@ def main() -> None:
     pairs: dict[str, tuple[str, ...]] = {}
     extra: tuple[str, ...] = ()
     if options.part in ("windows", "all"):
-        pairs, extra = {**WINDOWS}, OPTIONS
+        pairs = {**WINDOWS}
+    if options.part in ("options", "all"):
+        extra = OPTIONS
     if options.part in ("capsules", "all"):
         if SHIPPED.is_file():
             pairs |= CAPSULES

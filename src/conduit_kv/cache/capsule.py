@@ -4,7 +4,14 @@ A block is ``g`` consecutive visual tokens. Its keys are rebuilt from those kept
 
 .. math:: \hat K = \mu^K + M\,(K_{kept} - \mu^K_{kept})
 
-and turned to their positions; the kept ones are exact. Its values are coefficients of a basis over
+and turned to their positions; the kept ones are exact. Where the tokens of every block are turned
+against each other alike (a row of a grid, RoPE), a step's query is turned instead of the keys, and
+no key is rebuilt: with :math:`R_{ts}` the turn from token ``t`` of a block to ``s``,
+
+.. math:: q \cdot \hat K_t = \sum_s M_{ts}\,(R_{ts}\, q) \cdot K_s + q \cdot R_t\,\mu'_t,
+          \qquad \mu'_t = \mu_t - \sum_s M_{ts}\, \mu_s
+
+which is three matrix products over what is held. Its values are coefficients of a basis over
 the tokens, :math:`C = U^\top (V - \mu^V)`, and are attended without being rebuilt:
 
 .. math:: a^\top V \approx (a^\top U)\, C + a^\top \mu^V
@@ -14,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +118,7 @@ class Capsule(Store):
     parts: BlockParts
     once: bool = False
     rebuilt: list[Tensor] = field(default_factory=list)
+    holes_known: list[Any] = field(default_factory=list, repr=False)
 
     @staticmethod
     def of(
@@ -165,6 +175,10 @@ class Capsule(Store):
         yield "rotary", self.sin
         for tensor in self.rebuilt:
             yield "keys", tensor
+        turns = self.__dict__.get("_turns")
+        if turns is not None:
+            for tensor in (turns.mix_cos, turns.mix_sin, turns.mean):
+                yield "rotary", tensor
 
     def units(self, kept: Tensor) -> Capsule:
         kept = kept.to(self.keys.device)
@@ -184,19 +198,111 @@ class Capsule(Store):
             rebuilt=[],
         )
 
+    @cached_property
+    def _turns(self) -> _Turns | None:
+        return None if self.once else _turns_of(self.parts, self.cos, self.sin)
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """``[P, r, B g]`` fp32 of scaled query rows ``[P, r, d]``, tokens in slot order."""
+        few = rows.shape[1] <= _FEW_ROWS
+        turns = self._turns if few else None
+        if turns is None:
+            return torch.bmm(rows, self._keys(rows.dtype).transpose(1, 2)).float()
+        pairs, blocks, count, width = self.keys.shape
+        size = rows.shape[1]
+        missing = self.parts.missing
+        found = rows.new_empty((pairs, size, blocks, self.unit), dtype=torch.float32)
+        kept = torch.bmm(self.keys.view(pairs, -1, width), rows.transpose(1, 2))
+        found[..., self.parts.kept] = (
+            kept.view(pairs, blocks, count, size).permute(0, 3, 1, 2).float()
+        )
+        one, two = rows.float().chunk(2, dim=-1)
+        crossed = torch.cat([two, -one], dim=-1)
+        plain = rows.float()
+        # [P, r, 1, 1, d] * [g - m, m, d]: the query as each kept key of a block must see it.
+        seen = plain[:, :, None, None] * turns.mix_cos + crossed[:, :, None, None] * turns.mix_sin
+        seen = seen.permute(0, 3, 4, 1, 2).reshape(pairs, count * width, -1).to(self.keys.dtype)
+        others = torch.bmm(self.keys.view(pairs, blocks, count * width), seen).float()
+        mean = turns.mean  # [P, g - m, d]
+        halves = mean.chunk(2, dim=-1)
+        same = one[:, :, None] * halves[0][:, None] + two[:, :, None] * halves[1][:, None]
+        across = two[:, :, None] * halves[0][:, None] - one[:, :, None] * halves[1][:, None]
+        cos, sin = (x.view(blocks, self.unit, -1)[:, 0] for x in (self.cos, self.sin))
+        constant = cos @ same.flatten(0, 2).T + sin @ across.flatten(0, 2).T
+        constant = constant.view(blocks, pairs, size, -1)
+        others = others.view(pairs, blocks, size, -1).permute(0, 2, 1, 3)
+        found[..., missing] = others + constant.permute(1, 2, 0, 3)
+        return found.flatten(2)
+
     def attend(self, query: Tensor, scaling: float, index: Tensor) -> tuple[Tensor, Tensor]:
         pairs, blocks, _, width = self.keys.shape
         _, heads, n, _ = query.shape
         parts = self.parts
         rows = query[0].reshape(pairs, heads // pairs * n, width)
-        logits = torch.bmm(rows * scaling, self._keys(query.dtype).transpose(1, 2)).float()
-        hidden = index < 0
-        if bool(hidden.any()):
-            logits.masked_fill_(hidden, float("-inf"))
+        logits = self._logits(rows * scaling)
+        if not self._whole(index):
+            logits.masked_fill_(index < 0, float("-inf"))
         lse = logits.logsumexp(-1)
-        weights = (logits - lse[..., None]).exp().view(*lse.shape, blocks, parts.block)
-        mixed = torch.matmul(weights, parts.basis).flatten(2).to(self.values.dtype)
-        output = torch.bmm(mixed, self.values.flatten(1, 2)).float()
+        weights = (logits - lse[..., None]).exp_().view(*lse.shape, blocks, parts.block)
+        mixed = torch.matmul(weights.to(self.values.dtype), parts.basis.to(self.values.dtype))
+        output = torch.bmm(mixed.flatten(2), self.values.flatten(1, 2)).float()
         output += torch.bmm(weights.sum(2), parts.value_mean)
         shape = (1, heads, n)
         return output.view(*shape, -1).to(query.dtype), lse.view(shape)
+
+    def _whole(self, index: Tensor) -> bool:
+        """Whether no slot is a hole; looked at once per index."""
+        known = self.holes_known
+        if not known or known[0] is not index:
+            known[:] = [index, bool((index >= 0).all())]
+        return bool(known[1])
+
+
+_FEW_ROWS = 16
+"""Query rows up to which turning queries costs less than rebuilding keys."""
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """What turning a query instead of the keys takes; the same for all blocks.
+
+    Attributes
+    ----------
+    mix_cos, mix_sin : Tensor
+        ``[g - m, m, d]``: ``M`` times cosine and sine of the angle between a token and a kept one.
+    mean : Tensor
+        ``[P, g - m, d]``: the constant part, turned to the token's angle from its block's first.
+    """
+
+    mix_cos: Tensor
+    mix_sin: Tensor
+    mean: Tensor
+
+
+def _turns_of(parts: BlockParts, cos: Tensor, sin: Tensor) -> _Turns | None:
+    """None where blocks differ in how their tokens are turned against each other."""
+    g = parts.block
+    cos, sin = (x.view(-1, g, x.shape[1]) for x in (cos, sin))
+    scale = cos[:1, :1].square() + sin[:1, :1].square()
+    if not torch.allclose(scale, torch.ones_like(scale), atol=1e-4):
+        return None  # scaled cosines: rebuild
+    # The angle of each token from its block's first.
+    near = cos * cos[:, :1] + sin * sin[:, :1]
+    far = sin * cos[:, :1] - cos * sin[:, :1]
+    if not (
+        torch.allclose(near, near[:1].expand_as(near), atol=1e-3)
+        and torch.allclose(far, far[:1].expand_as(far), atol=1e-3)
+    ):
+        return None
+    near, far = near[0], far[0]  # [g, d/2]
+    kept, missing = parts.kept, parts.missing
+    # Token t from kept token s.
+    between_cos = near[missing][:, None] * near[kept] + far[missing][:, None] * far[kept]
+    between_sin = far[missing][:, None] * near[kept] - near[missing][:, None] * far[kept]
+    mix = parts.mix[..., None]
+    constant = parts.key_mean[:, missing] - parts.mix @ parts.key_mean[:, kept]
+    return _Turns(
+        (mix * between_cos).repeat(1, 1, 2),
+        (mix * between_sin).repeat(1, 1, 2),
+        rotate(constant, near[missing], far[missing]),
+    )

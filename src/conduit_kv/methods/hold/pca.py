@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from conduit_kv.cache.capsule import Capsule, rotate
@@ -14,8 +15,6 @@ from conduit_kv.methods.hold.base import Where
 from conduit_kv.methods.hold.kvcapsule import KvCapsule
 
 if TYPE_CHECKING:
-    import torch
-
     from conduit_kv.cache.capsule import BlockParts
     from conduit_kv.capsule import Artefact
 
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Components(Capsule):
     """Keys too are coefficients over the tokens of a block, before RoPE."""
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        return torch.bmm(rows, self._keys(rows.dtype).transpose(1, 2)).float()
 
     def _keys(self, dtype: torch.dtype) -> Tensor:
         if self.rebuilt:
