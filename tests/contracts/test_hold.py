@@ -165,6 +165,28 @@ def test_every_evict_method_holds_packed_what_it_keeps(evict):
         assert sum(gone) > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "route", "plan"),
+    [
+        ("llava", "fastv:0.7", "windowquant:3.17"),
+        ("qwen3-vl", "reroute:0.6", "kivi:4(residual=0)"),
+        ("qwen2.5-vl", "fastv:0.7(scores_from=previous)", "rtn:4"),
+    ],
+)
+def test_what_a_route_leaves_is_held_packed(family, route, plan):
+    """Layers that hold different tokens, each packed; what runs where is decided as without."""
+    model, _ = tiny_model(family)
+    first, later = turn(family, 2), turn(family, 1, first=False)
+    alone = converse(model, route, [first])
+    run = converse(model, f"{route} + {plan}", [first])
+    assert same_held(run.held, alone.held) and packed(run.cache)
+    assert len({len(layer[0]) for layer in run.held}) > 1
+    check_bytes(run.cache)
+    more = converse(model, f"{route} + {plan}", [tokens(70), later, tokens(71)], cache=run.cache)
+    assert bool(torch.isfinite(more.logits).all())
+    check_bytes(more.cache)
+
+
 def check_bytes(cache):
     report = Report.of(cache)
     assert report.kv_allocated_bytes == reachable(cache) == sum(report.bytes_by_kind.values())

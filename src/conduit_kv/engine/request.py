@@ -299,7 +299,7 @@ class RequestCache(VisualCache):
         for ending in self._endings:
             eviction, holding = ending.eviction, ending.holding
             if holding.active:
-                alone = not eviction.active and not self.watchers
+                alone = not (eviction.active or self.watchers or self.flows)
                 holding.observe(layer, queries, scaling, at_once=alone)
             if not eviction.active:
                 continue
