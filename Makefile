@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 ENVS := .envs
 PIP := -m pip --disable-pip-version-check --no-input -q
 
-.PHONY: demo test lint types test-5.19 oracle bench speed usage hold kvcapsule support-matrix docs clean
+.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule support-matrix docs clean
 
 demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
 	$(ENVS)/demo/bin/conduit-kv demo
@@ -42,6 +42,10 @@ kvcapsule: $(ENVS)/demo/ready  ## fit the built-in model's KVCapsule artefact an
 hold: $(ENVS)/demo/ready  ## what packing costs in answers (hours), and decode speed
 	$(ENVS)/demo/bin/python benchmarks/hold_speed.py --model --json benchmarks/results/hold_speed.json
 	$(ENVS)/demo/bin/python benchmarks/hold.py --json benchmarks/results/hold.json
+
+routing: $(ENVS)/demo/ready  ## route and reduce on boards, and the prefill of sixteen images (hours)
+	$(ENVS)/demo/bin/python benchmarks/routing.py --json benchmarks/results/routing.json
+	$(ENVS)/demo/bin/python benchmarks/routing.py --json benchmarks/results/routing.json --time
 
 support-matrix: test test-5.19  ## write the README's table of what was tested
 	$(ENVS)/test/bin/python -m tests.support_matrix

@@ -152,3 +152,12 @@ def test_measure(vlm: VLM) -> None:
     late = measure(vlm, prompt_of(vlm, item_of("late"), "late"), PLANS[1], 1)
     assert late.first_token > late.encode + late.prefill
     assert late.per_token is None
+
+
+def test_an_answer_says_what_its_prefill_ran(vlm: VLM) -> None:
+    prompt = prompt_of(vlm, item_of("short"), "short")
+    full, routed = answer(vlm, prompt, [Plan.of("full"), Plan.of("reroute:0.5 + tgv-kv:0.5")])
+    assert full.active_visual == full.total_visual
+    assert full.prefill_flops == full.full_flops == routed.full_flops
+    assert routed.active_visual == pytest.approx(0.5 * full.total_visual, abs=1)
+    assert routed.prefill_flops < full.prefill_flops

@@ -93,6 +93,10 @@ class Outcome:
         Bytes of K and V held then.
     full_bytes : int
         Bytes of K and V if all of it were held.
+    active_visual : float
+        Visual tokens that ran in the prefill, mean over layers.
+    prefill_flops, full_flops : float
+        FLOPs of that prefill, ranking included, and without a plan; 0 in older records.
     """
 
     text: str
@@ -102,6 +106,9 @@ class Outcome:
     total_visual: int
     kv_bytes: int
     full_bytes: int
+    active_visual: float = 0.0
+    prefill_flops: float = 0.0
+    full_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -240,6 +247,9 @@ def _outcome(vlm: VLM, tokens: Sequence[int], report: Report) -> Outcome:
         total_visual=sum(sequence.images),
         kv_bytes=report.kv_bytes,
         full_bytes=report.full_bytes,
+        active_visual=sequence.active_visual,
+        prefill_flops=report.work.prefill.total if report.work else 0.0,
+        full_flops=report.work.full_prefill.total if report.work else 0.0,
     )
 
 

@@ -412,6 +412,9 @@ class Bench:
             "kept_visual": statistics.fmean(o.kept_visual for o in outcomes),
             "total_visual": statistics.fmean(o.total_visual for o in outcomes),
             "full_bytes": round(statistics.fmean(o.full_bytes for o in outcomes)),
+            "active_visual": statistics.fmean(o.active_visual for o in outcomes),
+            "prefill_flops": statistics.fmean(o.prefill_flops for o in outcomes),
+            "full_flops": statistics.fmean(o.full_flops for o in outcomes),
         }
         row["vs_full"] = vars(compare(scores, full_scores))
         if against is not None:
