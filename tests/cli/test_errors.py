@@ -81,7 +81,6 @@ def test_bad_image(name: str, run: Run, loads: list[str], tmp_path: Path) -> Non
     [
         ("nothing:0.2", "unknown method"),
         ("tgv-kw:0.2", "did you mean tgv-kv"),
-        ("fastv:0.5", "not available"),
         ("tgv-kv:0", "at least 1"),
         ("tgv-kv:0.0", "share in (0, 1]"),
         ("tgv-kv:1.7", "share in (0, 1]"),

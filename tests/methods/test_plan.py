@@ -133,7 +133,6 @@ def test_of():
         ("snap-kv:0.2", "did you mean snapkv"),
         ("kivy:2", "did you mean kivi"),
         ("zzzzzz:0.2", "known are .*tgv-kv"),
-        ("nuwa:192", "known .stage reduce and route. but not available"),
         ("h2o:0.2 + snapkv:0.3", "both act in the stage evict"),
         ("full + tova:0.3", "both act in the stage evict"),
         ("h2o", "needs a budget: write h2o:0.2"),

@@ -69,29 +69,25 @@ def _list() -> None:
     for stage, (acts_on, counts) in STAGES.items():
         mine = [known[name] for name in NAMES[stage] if name in known]
         mine += [m for m in known.values() if m.stage == stage and m not in mine]
-        later = [name for name in NAMES[stage] if name not in known]
         out.print(f"\n[bold]{stage}[/] acts on {acts_on}")
-        if mine:
-            shared = _shared(mine)
-            out.print(f"budget: {counts}")
-            if shared:
-                out.print(f"all of them take: {', '.join(_option(f) for f in shared.values())}")
-            table = Table(show_lines=False, pad_edge=False)
-            for column in ("method", "options", "in decoding", "paper"):
-                table.add_column(column, overflow="fold")
-            for method in mine:
-                own = [f for f in _options(method) if f.name not in shared]
-                name = method.name + (":…" if method.takes_budget() else "")
-                table.add_row(
-                    name + (" *" if method.basis != "known" else ""),
-                    ", ".join(_option(f) for f in own) or "-",
-                    method.in_decode,
-                    method.paper.removeprefix("https://").replace("arxiv.org/abs/", "arXiv:")
-                    or "control",
-                )
-            out.print(table)
-        if later:
-            out.print(f"known, not in this version: {', '.join(later)}")
+        shared = _shared(mine)
+        out.print(f"budget: {counts}")
+        if shared:
+            out.print(f"all of them take: {', '.join(_option(f) for f in shared.values())}")
+        table = Table(show_lines=False, pad_edge=False)
+        for column in ("method", "options", "in decoding", "paper"):
+            table.add_column(column, overflow="fold")
+        for method in mine:
+            own = [f for f in _options(method) if f.name not in shared]
+            name = method.name + (":…" if method.takes_budget() else "")
+            table.add_row(
+                name + (" *" if method.basis != "known" else ""),
+                ", ".join(_option(f) for f in own) or "-",
+                method.in_decode,
+                method.paper.removeprefix("https://").replace("arxiv.org/abs/", "arXiv:")
+                or "control",
+            )
+        out.print(table)
     out.print(
         "\n* details not in the paper are our reconstruction. `conduit-kv methods NAME`: more."
     )

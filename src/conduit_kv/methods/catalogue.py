@@ -1,4 +1,4 @@
-"""All names that plans know, whether this version has the method or not."""
+"""All names that plans know, in the order in which they are shown."""
 
 from __future__ import annotations
 
@@ -82,22 +82,15 @@ def find(name: str) -> type[Method]:
     Raises
     ------
     PlanError
-        If there is none, or not in this version; the message says which, and what to write instead.
+        If there is none; the message says what to write instead.
     """
     methods = registry()
     if name in methods:
         return methods[name]
-    stage = stage_of(name) or SHORTHANDS.get(name)
-    available = [known for known in methods if stage is None or methods[known].stage == stage]
-    if stage is not None:
-        instead = f"; its stage has {', '.join(available)}" if available else ""
-        raise PlanError(
-            f"{name} is known (stage {stage}) but not available in this version{instead}"
-        )
     plain = name.lower().replace("_", "-")
     every = {known.replace("-", ""): known for known in (*methods, *SHORTHANDS, *_all_names())}
     close = difflib.get_close_matches(plain.replace("-", ""), every, n=1, cutoff=0.6)
-    remedy = f"did you mean {every[close[0]]}?" if close else f"known are {', '.join(available)}"
+    remedy = f"did you mean {every[close[0]]}?" if close else f"known are {', '.join(methods)}"
     raise PlanError(f"unknown method {name!r}: {remedy}")
 
 
