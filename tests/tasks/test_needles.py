@@ -1,12 +1,15 @@
 """Needles and films: the answer follows from the images, and lies where ``gold`` says."""
 
+import random
 import re
 
 import pytest
 
 from conduit_kv.errors import InputError
 from conduit_kv.tasks import get_task
+from conduit_kv.tasks.needles import needle_item
 from conduit_kv.tasks.questions import NOTHING
+from conduit_kv.tasks.registry import training_boards
 from conduit_kv.tasks.scenes import GRID, held_out
 
 
@@ -111,3 +114,9 @@ def test_numbers_of_images_are_checked() -> None:
         with pytest.raises(InputError, match=limits):
             get_task(name)
     assert len(get_task("needle-256").items(2)[1].sources) == 256
+
+
+def test_a_pool_that_is_too_small_is_an_error() -> None:
+    pool = training_boards(20)
+    with pytest.raises(InputError, match="take fewer"):
+        needle_item(random.Random(0), "", pool, 19, "train", "where", distractors=True)

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from conduit_kv.errors import InputError
 from conduit_kv.tasks import questions as ask
 from conduit_kv.tasks.items import Item
 from conduit_kv.tasks.questions import QA
@@ -23,6 +24,8 @@ _LENGTH = 24
 _DISTRACTED = 1 / 4
 """Share of the other boards that show the kind asked about, in other colours."""
 _TRIES = 400
+_ROUNDS = 2000
+"""Needles tried before a pool is found to have too few boards around them."""
 
 
 def _asked_about(picture: Picture, split: Split) -> bool:
@@ -63,6 +66,12 @@ def _haystack(
     return boards
 
 
+def _too_few(pool: Sequence[Board], images: int) -> InputError:
+    return InputError(
+        f"{images} images cannot be drawn from {len(pool)} boards around a needle: take fewer"
+    )
+
+
 def needle_item(
     rng: random.Random,
     label: str,
@@ -81,7 +90,7 @@ def needle_item(
     distractors : bool
         Whether other boards show the same kind in another colour; without, none does.
     """  # fmt: skip
-    while True:
+    for _ in range(_ROUNDS):
         board = rng.choice(pool)
         pictures = [picture for picture in board.pictures if _asked_about(picture, split)]
         if not pictures:
@@ -100,6 +109,7 @@ def needle_item(
             qa = ask.where(picture) if kind == "where" else left
         gold = (boards.index(board),)
         return Item(label, kind, tuple(boards), qa.question, qa.answer, None, _LENGTH, gold)
+    raise _too_few(pool, images)
 
 
 def multi_needle_item(
@@ -111,7 +121,7 @@ def multi_needle_item(
     ----------
     kind : {"which-images", "where-both"}
     """
-    while True:
+    for _ in range(_ROUNDS):
         needles = rng.sample(pool, 2)
         asked: list[Picture] = []
         for board in needles:
@@ -129,6 +139,7 @@ def multi_needle_item(
         gold = tuple(boards.index(board) for board in needles)
         qa = ask.which_images(asked, gold) if kind == "which-images" else ask.where_both(asked)
         return Item(label, kind, tuple(boards), qa.question, qa.answer, None, _LENGTH, gold)
+    raise _too_few(pool, images)
 
 
 # -- films -----------------------------------------------------------------------------------------
