@@ -297,6 +297,9 @@ _FIXED: dict[str, Task] = {
     )
 }
 _FIXED["easy-vqa"] = Task("easy-vqa", "short", "easy-vqa")
+# Haystacks under a name of their own: their boards come from one pool, so that the images of an
+# item have been in the prompts of others, in another order and with other text.
+_FIXED["reuse"] = Task("reuse", "short", "haystack", images=4)
 
 
 _FORMS: dict[str, tuple[Base, Protocol, bool, int, int]] = {
