@@ -191,6 +191,10 @@ class Store:
         tiers += ["redis"] if self.redis is not None else []
         return f"Store({', '.join(tiers)})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        """A copied request goes on with the same store."""
+        return self
+
     def note(self, text: str) -> None:
         """Remember what went wrong, or was not done."""
         with self._lock:
