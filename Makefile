@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 ENVS := .envs
 PIP := -m pip --disable-pip-version-check --no-input -q
 
-.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule support-matrix docs clean
+.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule reuse soak support-matrix docs clean
 
 demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
 	$(ENVS)/demo/bin/conduit-kv demo
@@ -46,6 +46,12 @@ hold: $(ENVS)/demo/ready  ## what packing costs in answers (hours), and decode s
 routing: $(ENVS)/demo/ready  ## route and reduce on boards, and the prefill of sixteen images (hours)
 	$(ENVS)/demo/bin/python benchmarks/routing.py --json benchmarks/results/routing.json
 	$(ENVS)/demo/bin/python benchmarks/routing.py --json benchmarks/results/routing.json --time
+
+reuse: $(ENVS)/demo/ready  ## what reuse costs in answers (hours), and the first token with 16 images
+	$(ENVS)/demo/bin/python benchmarks/reuse.py --json benchmarks/results/reuse.json
+
+soak: $(ENVS)/demo/ready  ## 2,000 requests over a store smaller than their images (hours)
+	$(ENVS)/demo/bin/python benchmarks/soak.py
 
 support-matrix: test test-5.19  ## write the README's table of what was tested
 	$(ENVS)/test/bin/python -m tests.support_matrix

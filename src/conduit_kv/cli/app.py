@@ -13,6 +13,7 @@ from conduit_kv.cli.profile import profile
 from conduit_kv.cli.report import report
 from conduit_kv.cli.selftest import selftest
 from conduit_kv.cli.setup import setup
+from conduit_kv.cli.store import store
 from conduit_kv.cli.tune import tune
 
 __all__ = ["app"]
@@ -48,4 +49,5 @@ app.command()(report)
 app.add_typer(fit, name="fit")
 app.command()(tune)
 app.command()(profile)
+app.add_typer(store, name="store")
 app.add_typer(setup, name="setup")

@@ -66,6 +66,10 @@ def ask(
     picture: Annotated[
         Path | None, typer.Option(help="Write a picture of what each layer kept.")
     ] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of stored images, for plans that reuse them.")
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose stored images these are.")] = "",
     explain_plan: Annotated[
         bool,
         typer.Option("--explain-plan", help="First print what the plan keeps of this prompt."),
@@ -96,8 +100,13 @@ def ask(
         raise InputError(f"--max-new-tokens is {max_new_tokens}: ask for at least one")
     if films and (picture is not None or explain_plan):
         raise InputError("--picture and --explain-plan are for images: leave --video out")
+    kept = None
+    if store is not None:
+        from conduit_kv.reuse.store import Store
+
+        kept = Store(store, tenant=tenant)
     vlm = load_vlm(model, device, dtype, threads)
-    session = vlm.session(parsed)
+    session = vlm.session(parsed, store=kept)
     if explain_plan:
         from conduit_kv.cli.explain import explain
 

@@ -12,6 +12,7 @@ from conduit_kv.layout import Grid, Layout
 from conduit_kv.methods.evict.base import FLOOR, EvictMethod, Scores
 from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.methods.retrieve import RetrieveMethod
+from conduit_kv.methods.reuse import ReuseMethod
 from conduit_kv.view import LayerView
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ def explain(vlm: VLM, plan: Plan, inputs: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  layers {_runs(layers)}: {count} each"
             full = flops([visual] * len(kinds))
             yield f"  {100 * flops(reaching) / full:.1f} % of the full prefill's FLOPs"
+        elif isinstance(method, ReuseMethod):
+            counts = method.counts(visual, len(kinds))
+            yield (
+                f"reuse: {method.name} computes {method.count(visual)} of {visual} visual tokens "
+                "again, mean over layers; the others come from the store"
+            )
+            if len(set(counts)) > 1:
+                yield f"  by layer: {', '.join(map(str, counts))}"
         elif isinstance(method, EvictMethod):
             yield from _evict(vlm, method, text, reaching, kinds)
         elif isinstance(method, RetrieveMethod):
