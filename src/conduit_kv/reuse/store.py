@@ -297,6 +297,8 @@ def bytes_of(value: int | str) -> int:
     InputError
         If it is neither.
     """
+    if isinstance(value, str) and value.strip().upper() in ("0", "0B"):
+        return 0
     if isinstance(value, str):
         try:
             budget = Budget.parse(value)
