@@ -14,17 +14,19 @@ SCRIPT = """
 import resource, sys
 import torch
 from conduit_kv.engine.request import RequestCache
+from conduit_kv.kernels import cpu
 from conduit_kv.layout import Grid, Layout
 from conduit_kv.plan import Plan
 
 torch.set_num_threads(1)
-LAYERS, HEADS, ROWS, COLUMNS, WIDTH = 16, 4, 96, 64, 64
+LAYERS, HEADS, ROWS, COLUMNS, WIDTH = 20, 4, 96, 64, 64
 plan, limit = sys.argv[1], int(sys.argv[2]) << 20
 count = ROWS * COLUMNS + 32
 layout = Layout.text_only(16).extend(
     Layout.of(torch.ones(ROWS * COLUMNS, dtype=torch.bool), [Grid(1, ROWS, COLUMNS)])
 ).extend(Layout.text_only(16))
 torch.randn(4, 4) @ torch.randn(4, 4)  # what a process maps once
+cpu.available()
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + limit, pages + limit))
 with torch.inference_mode():
@@ -51,8 +53,8 @@ query = torch.randn(1, HEADS, 1, WIDTH)
 cache.progress.step_tokens = torch.tensor([[count]], dtype=torch.int32)
 assert bool(torch.isfinite(cache.layers[5].attend(query, 0.1, None)).all())
 """
-DENSE_MB = 16 * 2 * 4 * (96 * 64 + 32) * 64 * 4 >> 20
-LIMIT_MB = 140
+DENSE_MB = 20 * 2 * 4 * (96 * 64 + 32) * 64 * 4 >> 20
+LIMIT_MB = 200
 """Much less than the dense cache, and room for one layer while it is packed."""
 
 
