@@ -59,6 +59,13 @@ support-matrix: test test-5.19  ## write the README's table of what was tested
 docs: $(ENVS)/docs/ready  ## the site, in out/site; any warning is an error
 	$(ENVS)/docs/bin/python -m mkdocs build --strict
 
+.PHONY: lmms ray
+lmms: $(ENVS)/lmms/ready  ## lmms-eval's own runner against the bench, offline
+	$(ENVS)/lmms/bin/python -m tests.lmms.run
+
+ray: $(ENVS)/ray/ready  ## a run on a local Ray cluster, with an actor that dies
+	$(ENVS)/ray/bin/python -m tests.ray.run
+
 clean:
 	rm -rf $(ENVS) out
 
@@ -85,6 +92,18 @@ $(ENVS)/transformers-5.19/ready: $(wildcard requirements/*.txt) pyproject.toml
 
 $(ENVS)/docs/ready: requirements/docs.txt requirements/base.txt requirements/pins.txt pyproject.toml
 	$(call environment,docs,requirements/docs.txt)
+	@touch $@
+
+# lmms-eval pins much that no task here needs: its own code is installed alone.
+$(ENVS)/lmms/ready: requirements/lmms.txt requirements/pins.txt pyproject.toml
+	$(call environment,lmms,requirements/lmms.txt)
+	$(ENVS)/lmms/bin/python $(PIP) install --no-deps lmms-eval==0.7.3 filelock==3.32.7
+	$(ENVS)/lmms/bin/conduit-kv setup embedded
+	@touch $@
+
+$(ENVS)/ray/ready: requirements/ray.txt requirements/pins.txt pyproject.toml
+	$(call environment,ray,requirements/ray.txt)
+	$(ENVS)/ray/bin/conduit-kv setup embedded
 	@touch $@
 
 $(ENVS)/oracle/ready: requirements/oracle.txt

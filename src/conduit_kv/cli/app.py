@@ -9,6 +9,7 @@ from conduit_kv.cli.bench import bench
 from conduit_kv.cli.demo import demo
 from conduit_kv.cli.fit import fit
 from conduit_kv.cli.methods import methods
+from conduit_kv.cli.paper import paper
 from conduit_kv.cli.profile import profile
 from conduit_kv.cli.report import report
 from conduit_kv.cli.selftest import selftest
@@ -50,4 +51,5 @@ app.add_typer(fit, name="fit")
 app.command()(tune)
 app.command()(profile)
 app.add_typer(store, name="store")
+app.command()(paper)
 app.add_typer(setup, name="setup")

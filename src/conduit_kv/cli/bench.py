@@ -94,6 +94,12 @@ def bench(
         int | None,
         typer.Option("--workers", "-w", min=1, help="Processes that ask, each with the model."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help='Ask on a Ray cluster: its address, "auto", or "local"; --workers actors.'
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help='"cpu", "cuda:0,cuda:1", ...: workers take them in turn.'),
@@ -116,7 +122,6 @@ def bench(
     conduit-kv bench -c sweep.yaml --workers 2 --json results/ --rows rows.parquet
     """
     from conduit_kv.errors import InputError
-    from conduit_kv.tasks import task_names
 
     if on_change not in _ON_CHANGE:
         raise InputError(f"--on-change {on_change}: choose one of {', '.join(_ON_CHANGE)}")
@@ -140,12 +145,29 @@ def bench(
         device=device,
         dtype=dtype,
     )
+    found = measure(sweep, json, on_change, threads, ray)
+    if rows is not None:
+        write_rows(found, rows)
+        typer.echo(f"{len(found)} rows in {rows}")
+
+
+def measure(
+    sweep: Sweep,
+    json: Path | None,
+    on_change: str = "stop",
+    threads: int | None = None,
+    ray: str | None = None,
+) -> list[dict[str, Any]]:
+    """Run a sweep and print its tables; gives the rows of all models."""
+    from conduit_kv.errors import InputError
+    from conduit_kv.tasks import task_names
+
     if not sweep.tasks:
         raise InputError(f"name a task: --task board; known are {', '.join(task_names())}")
     settings = sweep.settings()
     found = []
     for name, file in _files(sweep.models, json):
-        run = _Run(sweep, settings, name, file, on_change, threads)
+        run = _Run(sweep, settings, name, file, on_change, threads, ray)
         results = run()
         found += results["rows"]
         out = console()
@@ -158,9 +180,7 @@ def bench(
     console().print(
         "vs full: ↑ above, ↓ below (95 %), = both within a point of it, · not separated"
     )
-    if rows is not None:
-        write_rows(found, rows)
-        typer.echo(f"{len(found)} rows in {rows}")
+    return found
 
 
 def _list(values: list[str] | None) -> tuple[str, ...] | None:
@@ -202,13 +222,20 @@ class _Run:
         file: Path | None,
         on_change: str,
         threads: int | None,
+        ray: str | None,
     ) -> None:
-        from conduit_kv.bench import Bench
+        from conduit_kv.bench import Bench, Crew
         from conduit_kv.bench.parallel import Processes, Source
 
         dtype = sweep.dtype or ("float32" if model == "embedded" else "auto")
         source = Source(model, sweep.device, dtype, threads)
-        self.crew = Processes(source, settings, sweep.workers) if sweep.workers > 1 else None
+        self.crew: Crew | None = None
+        if ray is not None:
+            from conduit_kv.integrations.ray import RayCluster
+
+            self.crew = RayCluster(source, settings, sweep.workers, ray)
+        elif sweep.workers > 1:
+            self.crew = Processes(source, settings, sweep.workers)
         self.file = file
         self.bench = Bench(source.load(), settings, file, on_change)  # type: ignore[arg-type]
 
