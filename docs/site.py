@@ -25,6 +25,7 @@ from conduit_kv.cli.app import app
 from conduit_kv.cli.methods import STAGES
 from conduit_kv.methods import Method, registry
 from conduit_kv.methods.catalogue import NAMES
+from conduit_kv.methods.route.rules import RULES
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "usage.json"
@@ -300,18 +301,18 @@ def curve(rows: list[dict[str, Any]], chance: list[dict[str, Any]], full: float)
 def depths() -> str:
     """Default layers by depth."""
     lines = [
-        "| layers | models | FastV | stages of PDrop, Reroute | Nuwa | ReToken, at most |",
-        "|---|---|---|---|---|---|",
+        "| layers | models | FastV | PDrop | Reroute over PDrop | Nuwa | Nuwa with reroute "
+        "| ReToken, at most |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    kinds = (("fastv", False), ("pdrop", False), ("pdrop", True), ("nuwa", False), ("nuwa", True))
     for depth, models in DEPTHS.items():
-        at = [_half_up(depth * part) for part in (1 / 16, 1 / 4, 1 / 2, 3 / 4)]
-        stages = ", ".join(str(layer) for layer in at)
-        lines.append(f"| {depth} | {models} | 2 | {stages} | {at[2]} | {depth // 4} |")
+        stages = [
+            ", ".join(str(layer) for layer in RULES[rule].layers(depth, waits))
+            for rule, waits in kinds
+        ]
+        lines.append(f"| {depth} | {models} | {' | '.join(stages)} | {depth // 4} |")
     return "\n".join(lines)
-
-
-def _half_up(value: float) -> int:
-    return int(value + 0.5)
 
 
 # -- overview, commands, changes ------------------------------------------------------------------

@@ -61,7 +61,7 @@ def curve(rows: Sequence[Row], value: str) -> Figure | None:
     return {
         "data": traces,
         "layout": {
-            "xaxis": {"title": {"text": AXES["bytes"][0]}, "tickformat": ".0%", "range": [0, 1]},
+            "xaxis": {"title": {"text": AXES["bytes"][0]}, "tickformat": ".0%", "range": [0, 1.03]},
             "yaxis": {"title": {"text": value}, "range": [-0.02, 1.04], "tickformat": ".0%"},
         },
     }
