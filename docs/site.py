@@ -222,6 +222,8 @@ def markdown(text: str) -> str:
         flags=re.M,
     )
     text = re.sub(r":math:`([^`]*)`", lambda m: convert(" ".join(m[1].split())), text)
+    # A line that begins with an element would begin a block.
+    text = re.sub(r'(?<=[^\n])\n *(?=<math[^>]*display="inline")', " ", text)
     text = re.sub(r":(?:class|func|meth|attr|mod|data):`[~.]*([^`]*)`", r"`\1`", text)
     return text.replace("``", "`").strip()
 

@@ -79,7 +79,10 @@ def read_paper(file: Path) -> Paper:
     small = (
         {"plans": list(sweep.plans), "budgets": list(sweep.budgets)} if "plans" not in dry else {}
     )
-    small = {"n": 2, "timed": 0, "samples": 0, **small, **dry}
+    small: dict[str, Any] = {"n": 2, "timed": 0, "samples": 0}
+    if "plans" not in dry:
+        small |= {"plans": list(sweep.plans), "budgets": list(sweep.budgets)}
+    small |= dry
     return Paper(
         title=str(paper["title"]),
         link=str(paper["link"]),
