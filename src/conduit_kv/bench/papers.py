@@ -76,9 +76,6 @@ def read_paper(file: Path) -> Paper:
         raise InputError(f"{file}: dry says what a small run asks, as in `dry: {{tasks: [board]}}`")
     if not lmms and not sweep.tasks:
         raise InputError(f"{file}: name tasks, or lmms tasks of lmms-eval")
-    small = (
-        {"plans": list(sweep.plans), "budgets": list(sweep.budgets)} if "plans" not in dry else {}
-    )
     small: dict[str, Any] = {"n": 2, "timed": 0, "samples": 0}
     if "plans" not in dry:
         small |= {"plans": list(sweep.plans), "budgets": list(sweep.budgets)}
