@@ -153,6 +153,7 @@ class Flow:
         stream.contiguous = self.contiguous
         stop = list(self.cache.progress.counts)
         self.decisions.append(Decision(layer, first, stop, active))
+        self._heard = {}  # what was heard served this decision
 
     def _choose(self, view: StepView, count: int, row: int, stream: Stream) -> Tensor:
         chosen: Chosen = self.method.choose(view, count)
