@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conduit_kv.digests import update_digest, weights_known
 from conduit_kv.errors import InputError, PlanError
 
 __all__ = ["Artefact", "load_artefact", "weights_digest"]
 
 FORMAT = 1
 _KEY = "conduit-artefact"
-
-_digests: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
 def weights_digest(text_model: nn.Module) -> str:
@@ -29,23 +27,17 @@ def weights_digest(text_model: nn.Module) -> str:
     Read once, and again when a weight was replaced or changed in place.
     """
     named = sorted(text_model.named_parameters(), key=lambda pair: pair[0])
-    state = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for _, t in named)
-    known = _digests.get(text_model)
-    if known is not None and known[0] == state:
-        return known[1]
-    digest = hashlib.sha256()
-    for name, tensor in named:
-        _update(digest, name, tensor.detach())
-    _digests[text_model] = state, digest.hexdigest()
-    return digest.hexdigest()
 
+    def read() -> str:
+        digest = hashlib.sha256()
+        for name, tensor in named:
+            # bf16 weights are fp32 ones rounded: what is rounded alike is the same model.
+            rounds = tensor.is_floating_point() and tensor.element_size() > 1
+            rounded = tensor.detach().to(torch.bfloat16) if rounds else tensor.detach()
+            update_digest(digest, name, rounded)
+        return digest.hexdigest()
 
-def _update(digest: Any, name: str, tensor: Tensor) -> None:
-    # bf16 weights are fp32 ones rounded: what is rounded alike is the same model.
-    if tensor.is_floating_point() and tensor.element_size() > 1:
-        tensor = tensor.to(torch.bfloat16)
-    digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-    digest.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return weights_known(text_model, "artefact", (tensor for _, tensor in named), read)
 
 
 @dataclass(frozen=True)
@@ -137,8 +129,5 @@ def load_artefact(path: str | Path) -> Artefact:
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
     digest: Any = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        if tensor.numel():
-            digest.update(tensor.view(-1).view(torch.uint8).numpy())
+        update_digest(digest, name, tensors[name])
     return str(digest.hexdigest())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,29 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from conduit_kv.cache.capsule import BlockParts
+from conduit_kv.digests import weights_known
 from conduit_kv.errors import InputError, PlanError
 
 FORMAT = "kvcapsule 1"
 _NAMES = ("key_mean", "key_covariance", "value_mean", "value_covariance")
-_digests: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over all weights, rounded to bf16 so that a model's number type does not matter."""
-    if model not in _digests:
+    """SHA-256 over all weights, rounded to bf16 so that a model's number type does not matter.
+
+    Read once, and again when a weight was replaced or changed in place.
+    """
+    named = sorted(model.named_parameters())
+
+    def read() -> str:
         digest = hashlib.sha256()
-        for name, tensor in sorted(model.named_parameters()):
+        for name, tensor in named:
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             plain = tensor.detach().to("cpu", torch.bfloat16).contiguous()
             digest.update(plain.view(torch.int16).numpy().tobytes())
-        _digests[model] = digest.hexdigest()
-    return _digests[model]
+        return digest.hexdigest()
+
+    return weights_known(model, "capsule", (tensor for _, tensor in named), read)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ code; nothing else can come out of a file.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from conduit_kv.digests import checksum
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.keys import fingerprint
@@ -65,7 +65,7 @@ def save_state(path: str | Path, session: Session) -> None:
         "plan": str(cache.plan),
         "content": json.dumps(content),
     }
-    header["checksum"] = _checksum(header, writer.tensors)
+    header["checksum"] = checksum(header, writer.tensors)
     data = save(writer.tensors, metadata=header)
     target = Path(path).expanduser()
     waiting = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -106,7 +106,7 @@ def load_state(vlm: Runner, path: str | Path, store: Store | None) -> Session:
         raise InputError(f"{path} has version {version} of the format; this is {_VERSION}")
     try:
         tensors = load(data)
-        if _checksum(header, tensors) != header["checksum"]:
+        if checksum(header, tensors) != header["checksum"]:
             raise ValueError("its checksum does not fit")
         content = json.loads(header["content"])
     except (SafetensorError, ValueError, KeyError) as error:
@@ -133,17 +133,6 @@ def load_state(vlm: Runner, path: str | Path, store: Store | None) -> Session:
 
 def _state_of(layer: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(layer).items() if name != "progress"}
-
-
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    from conduit_kv.reuse.keys import update_digest
-
-    digest = hashlib.sha256()
-    signed = {name: value for name, value in header.items() if name != "checksum"}
-    digest.update(json.dumps(signed, sort_keys=True).encode())
-    for name in sorted(tensors):
-        update_digest(digest, name, tensors[name])
-    return digest.hexdigest()
 
 
 class _Writer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -10,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from conduit_kv.digests import checksum
 from conduit_kv.layout import Grid, View
 from conduit_kv.reuse.entry import VERSION, Entry
-from conduit_kv.reuse.keys import Key, update_digest
+from conduit_kv.reuse.keys import Key
 
 FORMAT = "conduit-kv entry"
 FILE_VERSION = 1
@@ -102,7 +102,7 @@ def dump(key: Key, held: Held) -> bytes:
         "grid": json.dumps(asdict(held.grid), sort_keys=True),
         "seconds": repr(held.seconds),
     }
-    header["checksum"] = _checksum(header, tensors)
+    header["checksum"] = checksum(header, tensors)
     return bytes(save(tensors, metadata=header))
 
 
@@ -155,10 +155,10 @@ def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
         stored = Key(**json.loads(header["key"]))
         grid = _grid(json.loads(header["grid"]))
         seconds = float(header["seconds"])
-        checksum = header["checksum"]
+        expected = header["checksum"]
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise Damaged(f"it is damaged: {error}") from None
-    if _checksum(header, tensors) != checksum:
+    if checksum(header, tensors) != expected:
         raise Damaged("its checksum does not fit: it is damaged")
     if key is not None and stored != key:
         raise Damaged("it is the entry of something else")
@@ -178,15 +178,6 @@ def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
     if not fits or tensors["values"].shape[:3] != tensors["keys"].shape[:3]:
         raise Damaged("its tensors do not fit together")
     return held
-
-
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    signed = {name: value for name, value in header.items() if name != "checksum"}
-    digest.update(json.dumps(signed, sort_keys=True).encode())
-    for name in sorted(tensors):
-        update_digest(digest, name, tensors[name])
-    return digest.hexdigest()
 
 
 def _grid(data: dict[str, Any]) -> Grid:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from conduit_kv.digests import update_digest, weights_known
 from conduit_kv.families.piece import Piece
 from conduit_kv.layout import Grid
 from conduit_kv.reuse.entry import VERSION
@@ -117,33 +116,17 @@ def processor_digest(processor: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_fingerprints: weakref.WeakKeyDictionary[nn.Module, tuple[Any, str]] = weakref.WeakKeyDictionary()
-
-
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 over all weights of a model.
 
     Read once, and again when a weight was replaced or changed in place.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    state = tuple((id(tensor), tensor.data_ptr(), _version(tensor)) for _, tensor in named)
-    known = _fingerprints.get(model)
-    if known is not None and known[0] == state:
-        return known[1]
-    digest = hashlib.sha256()
-    for name, tensor in named:
-        update_digest(digest, name, tensor.detach())
-    _fingerprints[model] = state, digest.hexdigest()
-    return digest.hexdigest()
 
+    def read() -> str:
+        digest = hashlib.sha256()
+        for name, tensor in named:
+            update_digest(digest, name, tensor.detach())
+        return digest.hexdigest()
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def update_digest(digest: Any, name: str, tensor: Tensor) -> None:
-    """Feed a tensor to a digest: name, dtype, shape and bytes."""
-    digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-    if tensor.numel():
-        flat: Any = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
-        digest.update(flat)
+    return weights_known(model, "fingerprint", (tensor for _, tensor in named), read)
