@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speed import rounds
 from torch import Tensor
 
 import conduit_kv as ckv
@@ -108,19 +109,6 @@ def encapsulate(keep: float, once: bool, visual: int) -> Callable[[Any], None]:
     return pack
 
 
-def in_turn(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each variant, run in turn."""
-    for run in variants.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, run in variants.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def visual_bytes(cache: VisualCache, visual: int) -> float:
     """Bytes of the visual tokens: all that is allocated but the text's share of the dense tail."""
     text = sum(layer.bytes_per_token + 4 for layer in cache) * TEXT
@@ -182,7 +170,7 @@ def attention(visual: int, layers: int, repeats: int) -> dict[str, Any]:
     variants = {name: over(cache) for name, cache in caches.items() if name != "dense"}
     variants |= {"dense, grouped": path(grouped), "dense, sdpa": path(sdpa)}
     with torch.inference_mode():
-        seconds = in_turn(variants, repeats)
+        seconds = rounds(variants, repeats)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     best = {name: min(values) for name, values in seconds.items()}
     fastest = min((n for n in median if n.startswith("dense")), key=lambda n: median[n])
@@ -229,7 +217,7 @@ def steps(images: int, repeats: int) -> dict[str, Any]:
         prefill[plan] = time.perf_counter() - start
     short = vlm.process(vlm.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]))
     states["empty cache"] = vlm.prefill(short, "full")
-    seconds = in_turn(
+    seconds = rounds(
         {plan: (lambda state=state: vlm.step([state], [5])) for plan, state in states.items()},
         repeats,
     )

@@ -52,26 +52,45 @@ def read_image(source: ImageLike) -> Image.Image:
         raise InputError(f"{name} is damaged: {error}") from None
 
 
-def _open(source: ImageLike) -> tuple[str, Image.Image]:
-    if isinstance(source, Image.Image):
-        return "the image", source
+def bytes_of(source: object, what: str, other: str) -> tuple[str, bytes]:
+    """What a user's file is called in messages, and its contents.
+
+    Parameters
+    ----------
+    source : str, Path or bytes
+    what : str
+        What it should be, with its article.
+    other : str
+        What may be given in its place, for the message.
+
+    Raises
+    ------
+    InputError
+        If it cannot be read or is empty.
+    """
     if isinstance(source, bytes):
-        name, data = "the image", source
+        name, data = f"the {what.split()[-1]}", source
     elif isinstance(source, str | Path):
-        name = str(source)
-        path = Path(source).expanduser()
+        name, path = str(source), Path(source).expanduser()
         if not path.exists():
             raise InputError(f"{name}: no such file")
         if path.is_dir():
-            raise InputError(f"{name} is a folder: name an image in it")
+            raise InputError(f"{name} is a folder: name {what} in it")
         try:
             data = path.read_bytes()
         except OSError as error:
             raise InputError(f"{name} cannot be read: {error.strerror}") from None
     else:
-        raise InputError(f"an image is a path, bytes or a PIL image, not {type(source).__name__}")
+        raise InputError(f"{what} is a path, bytes or {other}, not {type(source).__name__}")
     if not data:
         raise InputError(f"{name} is empty (0 bytes)")
+    return name, data
+
+
+def _open(source: ImageLike) -> tuple[str, Image.Image]:
+    if isinstance(source, Image.Image):
+        return "the image", source
+    name, data = bytes_of(source, "an image", "a PIL image")
     try:
         image = Image.open(io.BytesIO(data))
         if getattr(image, "n_frames", 1) == 1:

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from conduit_kv.errors import InputError
-from conduit_kv.images import ImageLike, read_image
+from conduit_kv.images import ImageLike, bytes_of, read_image
 
 MOST_FRAMES = 32
 """Frames taken of a video unless more are asked for."""
@@ -69,7 +69,7 @@ def read_video(source: VideoLike, frames: int = MOST_FRAMES) -> Video:
         return source
     if frames < 1:
         raise InputError(f"frames={frames}: take at least one")
-    name, data = _bytes_of(source)
+    name, data = bytes_of(source, "a video", "a Video")
     try:
         av: Any = importlib.import_module("av")
     except ImportError:
@@ -106,23 +106,3 @@ def _upright(frame: Any) -> Image.Image:
     image: Image.Image = frame.to_image()
     turn = int(getattr(frame, "rotation", 0) or 0)
     return image.rotate(turn, expand=True) if turn % 360 else image
-
-
-def _bytes_of(source: str | Path | bytes) -> tuple[str, bytes]:
-    if isinstance(source, bytes):
-        name, data = "the video", source
-    elif isinstance(source, str | Path):
-        name, path = str(source), Path(source).expanduser()
-        if not path.exists():
-            raise InputError(f"{name}: no such file")
-        if path.is_dir():
-            raise InputError(f"{name} is a folder: name a video in it")
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise InputError(f"{name} cannot be read: {error.strerror}") from None
-    else:
-        raise InputError(f"a video is a path, bytes or a Video, not {type(source).__name__}")
-    if not data:
-        raise InputError(f"{name} is empty (0 bytes)")
-    return name, data

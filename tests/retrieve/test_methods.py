@@ -19,7 +19,8 @@ from conduit_kv.methods.base import registry
 from conduit_kv.methods.retrieve import AttentionSelect, ReKv, UniformFrames
 from conduit_kv.methods.retrieve.base import unit_means, unit_softmax_means
 from conduit_kv.plan import Plan
-from conduit_kv.retrieve import Bank, best, contiguous_positions, take_images
+from conduit_kv.ranks import highest
+from conduit_kv.retrieve import Bank, contiguous_positions, take_images
 from conduit_kv.retrieve.question import Question, early_states
 from tests.contracts.helpers import examples, turn
 from tests.tiny import tiny_model
@@ -194,7 +195,7 @@ def test_images_are_taken_whole_until_the_budget_is_used(
 
 
 def test_ties_go_to_the_lower_index() -> None:
-    assert best(torch.tensor([1.0, 2.0, 2.0, 1.0]), 3).tolist() == [1, 2, 0]
+    assert highest(torch.tensor([1.0, 2.0, 2.0, 1.0]), 3).tolist() == [1, 2, 0]
 
 
 def test_scores_of_units() -> None:

@@ -62,6 +62,8 @@ class Method:
         """
         for key, hint in _hints(type(self)).items():
             value: Any = getattr(self, key)
+            if hint is Budget and not isinstance(value, Budget):
+                object.__setattr__(self, key, Budget.of(value))
             choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
             if choices is not None and value not in choices:
                 shown = ", ".join(str(choice) for choice in choices)

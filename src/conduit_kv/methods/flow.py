@@ -15,6 +15,7 @@ from conduit_kv.errors import PlanError
 from conduit_kv.layout import Layout
 from conduit_kv.methods.base import Method
 from conduit_kv.methods.schedule import Schedule
+from conduit_kv.ranks import highest
 from conduit_kv.view import StepView
 
 Flops = Callable[[Sequence[int]], float]
@@ -59,8 +60,6 @@ class FlowMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.budget, Budget):
-            object.__setattr__(self, "budget", Budget.of(self.budget))
         if self.budget.unit == "bytes":
             raise PlanError(
                 f"{self.name} counts visual tokens, not bytes: write {self.name}:0.33 for a share "
@@ -142,5 +141,4 @@ def best(score: Tensor, view: StepView, count: int) -> Tensor:
     score = score[places]
     if view.layout.visual[-1]:
         score[-1] = torch.inf
-    order = torch.sort(score, descending=True, stable=True).indices[:count]
-    return torch.sort(places[order]).values
+    return torch.sort(places[highest(score, count)]).values

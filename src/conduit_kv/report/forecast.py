@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conduit_kv.errors import InputError
-from conduit_kv.extras import need
 from conduit_kv.report.figures import PALETTE
-from conduit_kv.report.page import embedded, size_text
+from conduit_kv.report.page import embedded, render, size_text
 
 if TYPE_CHECKING:
     from conduit_kv.bench.forecast import Forecast, Shape
@@ -35,20 +33,12 @@ def write_forecast(
     InputError
         If the extra ``bench`` is not installed, or the file cannot be written.
     """
-    jinja = need("jinja2", "bench", "the page")
-    plotly = need("plotly.offline", "bench", "the page")
-    files = resources.files("conduit_kv.report")
-
-    def read(name: str) -> str:
-        return files.joinpath(name).read_text(encoding="utf-8")
-
-    environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    text = environment.from_string(read("forecast.html.j2")).render(
+    text = render(
+        "forecast.html.j2",
+        "the page",
         plan=str(plan),
         found=found,
         plots=[title for title, _, _ in _PLOTS],
-        css=read("page.css"),
-        plotly=plotly.get_plotlyjs(),
         data=embedded({"plots": [_plot(found, name, unit) for _, name, unit in _PLOTS]}),
         size=size_text,
     )

@@ -52,17 +52,10 @@ def write_page(
 
 def page(results: Results, *, margin: float = 0.05, title: str = "What a KV cache can lose") -> str:
     """The report as HTML."""
-    jinja = need("jinja2", "bench", "the report")
-    plotly = need("plotly.offline", "bench", "the report")
-    files = resources.files("conduit_kv.report")
-
-    def read(name: str) -> str:
-        return files.joinpath(name).read_text(encoding="utf-8")
-
-    environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(read("page.html.j2"))
     advices = {model: advise(results, model, margin) for model in results.models}
-    text: str = template.render(
+    return render(
+        "page.html.j2",
+        "the report",
         title=title,
         subtitle=_subtitle(results),
         notes=_notes(results),
@@ -80,12 +73,24 @@ def page(results: Results, *, margin: float = 0.05, title: str = "What a KV cach
         seconds=_seconds,
         size=size_text,
         version=conduit_kv.__version__,
-        css=read("page.css"),
-        js=read("page.js"),
-        plotly=plotly.get_plotlyjs(),
+        js=_read("page.js"),
         data=embedded(_data(results, advices)),
     )
-    return text
+
+
+def render(template: str, what: str, **values: Any) -> str:
+    """A page from its template, with the style and plotly in it; ``what`` it is, for messages."""
+    jinja = need("jinja2", "bench", what)
+    plotly = need("plotly.offline", "bench", what)
+    environment = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page: str = environment.from_string(_read(template)).render(
+        css=_read("page.css"), plotly=plotly.get_plotlyjs(), **values
+    )
+    return page
+
+
+def _read(name: str) -> str:
+    return resources.files("conduit_kv.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def embedded(data: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conduit_kv.layout import Layout
+from conduit_kv.ranks import highest
 from conduit_kv.reuse.entry import Entry
 
 Part = tuple[Literal["keys", "values", "features"], int | None]
@@ -229,15 +230,9 @@ def take_images(
     for unit in order:
         mine = torch.arange(ends[unit] - sizes[unit], ends[unit])
         if len(mine) > left:
-            mine = mine[best(token_scores[mine], left)]
+            mine = mine[highest(token_scores[mine], left)]
         chosen.append(mine)
         left -= len(mine)
         if not left:
             break
     return torch.cat(chosen).sort().values if chosen else torch.empty(0, dtype=torch.long)
-
-
-def best(scores: Tensor, count: int) -> Tensor:
-    """``[count]`` int64, the places of the largest scores; ties go to the lower index."""
-    order = torch.sort(scores.float().cpu(), descending=True, stable=True).indices
-    return order[:count]

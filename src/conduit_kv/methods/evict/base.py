@@ -77,8 +77,6 @@ class EvictMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.budget, Budget):
-            object.__setattr__(self, "budget", Budget.of(self.budget))
         if not 0 <= self.cover <= 1:
             raise PlanError(f"{self.name}: cover={self.cover:g} is not a share in [0, 1]")
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from conduit_kv.budget import largest_remainder
 from conduit_kv.layout import Layout
+from conduit_kv.ranks import highest
 
 PROTECTED = 127
 """Tier of tokens that are never evicted."""
@@ -33,7 +34,7 @@ def ranking(score: Tensor, tier: Tensor) -> Tensor:
         ``[S]`` int8.
     """
     score = torch.nan_to_num(score.float().cpu(), nan=float("-inf"))
-    by_score = torch.sort(score, descending=True, stable=True).indices
+    by_score = highest(score, len(score))
     by_tier = torch.sort(tier.cpu()[by_score], descending=True, stable=True).indices
     return by_score[by_tier]
 

@@ -102,8 +102,3 @@ def likeness(states: Tensor) -> Tensor:
 def salience(states: Tensor, by: Salience) -> Tensor:
     """``[N]`` fp32 scores of an image's embeddings ``[N, D]``."""
     return states.norm(dim=-1) if by == "norm" else 1 - likeness(states).mean(1)
-
-
-def top(score: Tensor, count: int) -> Tensor:
-    """``[count]`` int64: the highest scores, ties to the lower index."""
-    return torch.sort(score.float().cpu(), descending=True, stable=True).indices[:count]

@@ -11,7 +11,8 @@ from torch import Tensor
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.parts import uniform_noise
 from conduit_kv.methods.evict.uniform import thinned
-from conduit_kv.methods.reduce.base import Picked, ReduceMethod, top
+from conduit_kv.methods.reduce.base import Picked, ReduceMethod
+from conduit_kv.ranks import highest
 from conduit_kv.view import StepView
 
 
@@ -30,7 +31,7 @@ class RandomReduce(ReduceMethod):
     seed: int = 0
 
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:
-        return top(uniform_noise(self.seed, 0, view.index[places]), count), None
+        return highest(uniform_noise(self.seed, 0, view.index[places]), count), None
 
 
 @register

@@ -19,9 +19,9 @@ from conduit_kv.methods.reduce.base import (
     Salience,
     likeness,
     salience,
-    top,
 )
 from conduit_kv.methods.route.reroute import Delete
+from conduit_kv.ranks import highest
 from conduit_kv.view import StepView
 
 
@@ -96,7 +96,7 @@ def leaders(score: Tensor, cell: Tensor, count: int) -> Tensor:
     score, cell : Tensor
         ``[N]``.
     """
-    order = top(score, len(score))
+    order = highest(score, len(score))
     ranked = cell[order]
     by_cell = torch.sort(ranked, stable=True).indices
     runs = torch.unique_consecutive(ranked[by_cell], return_counts=True)[1]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from conduit_kv.methods.base import register
 from conduit_kv.methods.reduce.base import Picked, ReduceMethod, likeness
+from conduit_kv.ranks import highest
 from conduit_kv.view import StepView
 
 
@@ -36,7 +37,7 @@ class ToMe(ReduceMethod):
             even, odd = torch.arange(0, len(left), 2), torch.arange(1, len(left), 2)
             best, partner = likeness(states)[even][:, odd].max(1)
             pairs = min(len(left) - count, len(odd))
-            order = torch.sort(best.cpu(), descending=True, stable=True).indices[:pairs]
+            order = highest(best, pairs)
             gone, into = even[order], odd[partner.cpu()[order]]
             states = states * size[:, None]
             states.index_add_(0, into.to(states.device), states[gone.to(states.device)])

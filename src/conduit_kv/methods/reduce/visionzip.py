@@ -18,8 +18,8 @@ from conduit_kv.methods.reduce.base import (
     Salience,
     likeness,
     salience,
-    top,
 )
+from conduit_kv.ranks import highest
 from conduit_kv.view import StepView
 
 
@@ -61,7 +61,7 @@ class VisionZip(ReduceMethod):
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:
         states = view.hidden[places.to(view.hidden.device)].float()
         targets = min(round(count * self.contextual), max(count - 1, 0))
-        dominant = top(salience(states, self.score), count - targets)
+        dominant = highest(salience(states, self.score), count - targets)
         rest = torch.ones(len(places), dtype=torch.bool)
         rest[dominant] = False
         others = torch.nonzero(rest).flatten()

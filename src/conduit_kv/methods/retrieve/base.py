@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from conduit_kv.budget import Budget
 from conduit_kv.methods.base import Method
-from conduit_kv.retrieve.bank import Part, best, take_images
+from conduit_kv.ranks import highest
+from conduit_kv.retrieve.bank import Part, take_images
 from conduit_kv.retrieve.question import Question
 
 
@@ -34,7 +35,7 @@ class Ranking:
     @property
     def order(self) -> list[int]:
         """Units, best first; ties go to the lower index."""
-        return best(self.unit, len(self.unit)).tolist()
+        return highest(self.unit, len(self.unit)).tolist()
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,6 @@ class RetrieveMethod(Method):
     context: Literal["template", "none"] = "template"
     long: Literal["error", "allow", "scale"] = "error"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.budget, Budget):
-            object.__setattr__(self, "budget", Budget.of(self.budget))
-
     @property
     def is_identity(self) -> bool:
         return self.budget.is_everything
@@ -107,7 +103,7 @@ class RetrieveMethod(Method):
     def choose(self, question: Question, ranking: Ranking, count: int) -> Tensor:
         """``[count]`` int64 ascending, the candidates that the question sees."""
         if self.unit == "token":
-            return best(ranking.token, count).sort().values
+            return highest(ranking.token, count).sort().values
         sizes = [len(tokens) for tokens in question.bank.tokens]
         return take_images(ranking.order, sizes, ranking.token, count)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from conduit_kv.budget import Budget
 from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import Method
+from conduit_kv.ranks import highest
 
 
 @dataclass
@@ -82,8 +83,6 @@ class ReuseMethod(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.budget, Budget):
-            object.__setattr__(self, "budget", Budget.of(self.budget))
         if self.budget.unit == "bytes":
             raise PlanError(
                 f"{self.name} counts visual tokens that are computed again, not bytes: write "
@@ -132,8 +131,7 @@ class ReuseMethod(Method):
 
 def top(score: Tensor, count: int) -> Tensor:
     """Places of the ``count`` highest scores, ascending; ties go to the lower index."""
-    order = torch.sort(score.float().cpu(), descending=True, stable=True).indices
-    return order[:count].sort().values
+    return highest(score, count).sort().values
 
 
 def mean_of(scores: Sequence[Tensor]) -> Tensor:

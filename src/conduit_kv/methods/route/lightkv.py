@@ -18,6 +18,7 @@ from conduit_kv.layout import Grid, Layout
 from conduit_kv.methods.base import register
 from conduit_kv.methods.flow import Chosen, Flops, FlowMethod
 from conduit_kv.methods.schedule import Schedule, check_layers
+from conduit_kv.ranks import highest
 from conduit_kv.view import LayerView, StepView
 
 _FEWEST = 8
@@ -227,7 +228,7 @@ def pairs(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return even[:0], odd[:0]
     unit = F.normalize(states, dim=-1)
     best, partner = (unit[0::2] @ unit[1::2].T).cpu().max(1)
-    order = torch.sort(best, descending=True, stable=True).indices[:count]
+    order = highest(best, count)
     return even[order], odd[partner[order]]
 
 
