@@ -107,22 +107,37 @@ class Layout:
 
     Attributes
     ----------
-    image : Tensor
-        ``[T]`` int64, the image that a token belongs to, in order of appearance; -1 for text.
-    frame, row, column : Tensor
-        ``[T]`` int64, the token's place in its image's grid; -1 for text.
+    places : Tensor
+        ``[4, T]`` int64: image, frame, row and column of each token; -1 for text.
     grids : tuple of Grid
         One per image.
     """
 
-    image: Tensor
-    frame: Tensor
-    row: Tensor
-    column: Tensor
+    places: Tensor
     grids: tuple[Grid, ...] = ()
 
     def __len__(self) -> int:
-        return int(self.image.shape[0])
+        return int(self.places.shape[1])
+
+    @property
+    def image(self) -> Tensor:
+        """``[T]`` int64, the image that a token belongs to, in order of appearance."""
+        return self.places[0]
+
+    @property
+    def frame(self) -> Tensor:
+        """``[T]`` int64, the token's place in its image's grid, as are row and column."""
+        return self.places[1]
+
+    @property
+    def row(self) -> Tensor:
+        """``[T]`` int64."""
+        return self.places[2]
+
+    @property
+    def column(self) -> Tensor:
+        """``[T]`` int64."""
+        return self.places[3]
 
     @property
     def visual(self) -> Tensor:
@@ -142,13 +157,7 @@ class Layout:
 
     def select(self, tokens: Tensor) -> Layout:
         """The layout of some of the tokens, ``tokens`` ``[S]`` int64, in that order."""
-        return Layout(
-            self.image[tokens],
-            self.frame[tokens],
-            self.row[tokens],
-            self.column[tokens],
-            self.grids,
-        )
+        return Layout(self.places.index_select(1, tokens), self.grids)
 
     def first_of(self, visual: int) -> Layout:
         """All text, and the first ``visual`` visual tokens: enough to count with."""
@@ -156,26 +165,15 @@ class Layout:
 
     def extend(self, later: Layout) -> Layout:
         """This sequence followed by ``later``, whose images are numbered on."""
-        shifted = torch.where(later.image >= 0, later.image + len(self.grids), later.image)
-        return Layout(
-            torch.cat([self.image, shifted]),
-            torch.cat([self.frame, later.frame]),
-            torch.cat([self.row, later.row]),
-            torch.cat([self.column, later.column]),
-            self.grids + later.grids,
-        )
+        shifted = later.places.clone()
+        shifted[0, later.visual] += len(self.grids)
+        return Layout(torch.cat([self.places, shifted], 1), self.grids + later.grids)
 
     def crop(self, length: int) -> Layout:
         """The first ``length`` tokens; images that begin later are forgotten."""
         kept = self.image[:length]
         images = int(kept.max()) + 1 if length and bool((kept >= 0).any()) else 0
-        return Layout(
-            kept,
-            self.frame[:length],
-            self.row[:length],
-            self.column[:length],
-            self.grids[:images],
-        )
+        return Layout(self.places[:, :length], self.grids[:images])
 
     def counts(self, tokens: Tensor | None = None) -> list[int]:
         """Visual tokens per image, of all tokens or of ``tokens`` ``[S]`` only."""
@@ -185,8 +183,7 @@ class Layout:
     @staticmethod
     def text_only(length: int) -> Layout:
         """A sequence of ``length`` text tokens."""
-        minus = torch.full((length,), -1, dtype=torch.long)
-        return Layout(minus, minus, minus, minus)
+        return Layout(torch.full((4, length), -1))
 
     @staticmethod
     def of(visual: Tensor, grids: Sequence[Grid]) -> Layout:
@@ -211,12 +208,11 @@ class Layout:
                 f"the prompt has {len(places)} visual placeholder tokens but its {len(grids)} "
                 f"image(s) give {wanted}: pass exactly the images that the prompt names, in order"
             )
-        layout = torch.full((4, len(visual)), -1, dtype=torch.long)
+        found = torch.full((4, len(visual)), -1)
         start = 0
         for number, grid in enumerate(grids):
             span = places[start : start + grid.tokens]
             start += grid.tokens
-            layout[0, span] = number
-            layout[1:, span] = grid.cells()
-        image, frame, row, column = layout.unbind()
-        return Layout(image, frame, row, column, tuple(grids))
+            found[0, span] = number
+            found[1:, span] = grid.cells()
+        return Layout(found, tuple(grids))

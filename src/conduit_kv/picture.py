@@ -100,10 +100,7 @@ class Retention:
         chosen = np.flatnonzero(self._of(image))
         shares = values[chosen].astype(np.float32)
         grid = self.layout.grids[image]
-        frame, row, column = (
-            part.numpy()[chosen]
-            for part in (self.layout.frame, self.layout.row, self.layout.column)
-        )
+        frame, row, column = self.layout.places[1:].numpy()[:, chosen]
         whole = np.zeros((grid.rows, grid.columns), dtype=np.float32)
         for number in range(grid.frames):
             mine = frame == number

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conduit_kv.budget import largest_remainder
 from conduit_kv.methods.evict import PROTECTED
-from conduit_kv.methods.evict.select import at_least, keep_best, ranking
+from conduit_kv.methods.evict.select import at_least, keep_best, ranking, weakest
 from tests.methods.views import make_layout, prompts, rich_prompts
 
 
@@ -53,6 +53,15 @@ def slow_keep(score, tier, budget, layout, by_image, cover, cover_rank):
         rest = [j for j in pool if j not in covering]
         kept += covering + rest[: count - len(covering)]
     return sorted(kept)
+
+
+@settings(max_examples=300)
+@given(choices(), st.integers(0, 3))
+def test_the_weakest_are_the_last_of_the_ranking(choice, count):
+    score, tier = choice["score"], choice["tier"]
+    free = min(count, int((tier != PROTECTED).sum()))
+    expected = ranking(score, tier).tolist()[len(score) - free :]
+    assert weakest(score, tier, count).tolist() == expected
 
 
 @settings(max_examples=300)

@@ -150,6 +150,6 @@ class Progress:
         """Every tensor held: its kind, itself, and its bytes."""
         held = [self.step_tokens, *(valid for _, valid in self._padding)]
         for layout in self.layouts:
-            held += [layout.image, layout.frame, layout.row, layout.column]
+            held.append(layout.places)
         for tensor in [*held, *(chunk for chunks in self.positions for chunk in chunks)]:
             yield "positions", tensor, tensor.numel() * tensor.element_size()

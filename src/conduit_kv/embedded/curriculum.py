@@ -22,7 +22,7 @@ from conduit_kv.tasks.scenes import COLOURS, GRID, KINDS, Board, Split, Style, m
 
 __all__ = ["DATA_VERSION", "Sample", "Turn", "draw_sample", "single_question"]
 
-DATA_VERSION = 2
+DATA_VERSION = 3
 
 # The list, in which every cell is a label, is what teaches the model to look: it must not weigh
 # less than the rest. Counting is learned slowest, and only once the model sees; more of it before
@@ -64,7 +64,7 @@ def _counts(rng: random.Random, board: Board, number: int) -> list[QA]:
     pool += [ask.how_many_colour(colour, board) for colour in colours]
     rng.shuffle(pool)
     # Ones are the most frequent count by far; prefer the others, or "1" is a good guess.
-    pool.sort(key=lambda q: q.answer == "1" and rng.random() < 0.75)
+    pool.sort(key=lambda q: ask.number_of(q.answer) == 1 and rng.random() < 0.75)
     pool = pool[:number]
     if rng.random() < 0.15:
         absent = [colour for colour in COLOURS if colour not in colours]
@@ -106,11 +106,7 @@ def _board_questions(rng: random.Random, board: Board, progress: float) -> list[
 def _board_sample(rng: random.Random, style: str, progress: float) -> Sample:
     board = make_board(rng, "dense" if style == "dense" else "sparse")
     questions = _board_questions(rng, board, progress)
-    # Answers that name all there is of something: many labels in few tokens.
-    if rng.random() < 0.5:
-        questions.append(ask.count_colours(board))
-    if rng.random() < 0.3:
-        questions.append(ask.count_kinds(board))
+    # Answers that name all there is: many labels in few tokens.
     if rng.random() < 0.5:
         questions.append(ask.places_all(board))
     elif style == "dense" or rng.random() < 0.6:
@@ -125,13 +121,11 @@ def _counting_sample(rng: random.Random) -> Sample:
     style: Style = rng.choice(("dense", "dense", "sparse"))
     board = make_board(rng, style, count=(3, most), palette=palette)
     pool = _counts(rng, board, 99)
-    by_answer: dict[str, list[QA]] = {}
+    by_number: dict[int | None, list[QA]] = {}
     for question in pool:
-        by_answer.setdefault(question.answer, []).append(question)
-    chosen = [q for same in by_answer.values() for q in same[:2]]
+        by_number.setdefault(ask.number_of(question.answer), []).append(question)
+    chosen = [q for same in by_number.values() for q in same[:3]]
     rng.shuffle(chosen)
-    if rng.random() < 0.5:
-        chosen.append(rng.choice((ask.count_colours, ask.count_kinds))(board))
     turns = tuple(Turn(q.question, q.answer) for q in chosen)
     return Sample((board.image(),), turns, boards=(board,))
 
@@ -250,7 +244,7 @@ def single_question(rng: random.Random, kind: str) -> Sample:
             qa = rng.choice(
                 [ask.how_many_kind(picture.kind, board), ask.how_many_colour(picture.colour, board)]
             )
-            if qa.answer != str(rng.randint(1, 4)):
+            if ask.number_of(qa.answer) != rng.randint(1, 4):
                 continue
         elif kind == "left-of":
             qa = ask.left_of(picture, board)

@@ -107,7 +107,7 @@ def cover_ranks(layout: Layout, features: Tensor | None = None) -> Tensor:
     for image, grid in enumerate(layout.grids):
         mine = torch.nonzero(owner == image).flatten()
         if len(mine) != grid.tokens:
-            cells = torch.stack([layout.frame, layout.row, layout.column], 1)[visual].double()
+            cells = layout.places[1:, visual].t().double()
             rank[visual] = farthest_first(cells, owner)
             return rank
         turn = torch.arange(grid.tokens, dtype=torch.float64)

@@ -14,7 +14,7 @@ from conduit_kv.budget import Budget
 from conduit_kv.cache import VisualCache, VisualLayer
 from conduit_kv.methods.cover import cover_ranks
 from conduit_kv.methods.evict.base import EvictMethod, Scores
-from conduit_kv.methods.evict.select import PROTECTED, ranking
+from conduit_kv.methods.evict.select import weakest
 from conduit_kv.view import LayerView
 
 Groups = list[tuple[LayerView, Scores]]
@@ -220,15 +220,12 @@ class Eviction:
             return none
         tier = scores.tier if scores.tier is not None else torch.zeros(view.size, dtype=torch.int8)
         token = scores.token if scores.token.dim() == 1 else scores.token.mean(0)
-        free = int((tier != PROTECTED).sum())
-        if free == 0:
+        kept = torch.ones(view.size, dtype=torch.bool)
+        kept[weakest(token, tier, self.method.step_drops(excess))] = False
+        if bool(kept.all()):
             note = "the cache grows: every token that is left is protected"
             if note not in self.notes:
                 self.notes.append(note)
-        count = min(self.method.step_drops(excess), free)
-        order = ranking(token, tier)
-        kept = torch.ones(view.size, dtype=torch.bool)
-        kept[order[len(order) - count :]] = False
         self._remember(layer, row, view.index, scores, kept)
         return view.index[~kept]
 
@@ -320,6 +317,8 @@ class Eviction:
     def _ran(self, row: int, tokens: Tensor) -> Tensor | None:
         """The candidates that ran; None if they are the last ones, as in a plain prefill."""
         ran = self.cache.progress.step_tokens[row].cpu()
+        if len(ran) == 1:
+            return None
         ran = ran[ran >= 0]
         if not len(ran) or int(ran[-1]) - int(ran[0]) + 1 == len(ran):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -17,7 +18,7 @@ from conduit_kv.tasks import needles
 from conduit_kv.tasks import questions as ask
 from conduit_kv.tasks.items import Item, exact_match, list_f1
 from conduit_kv.tasks.questions import QA
-from conduit_kv.tasks.scenes import Board, Picture, Split, Style, held_out, make_board
+from conduit_kv.tasks.scenes import GRID, Board, Picture, Split, Style, held_out, make_board
 
 __all__ = ["POOL_SIZE", "Protocol", "Task", "get_task", "task_names", "training_boards"]
 
@@ -47,7 +48,7 @@ def _board_question(
     rng: random.Random, style: Style, split: Split, kind: str
 ) -> tuple[Board, QA, tuple[str, ...]]:
     """A board, a question about it, and the names of the pictures that the question is about."""
-    wanted = str(rng.randint(1, 4 if style == "dense" else 3))
+    wanted = rng.randint(1, 4 if style == "dense" else 3)
     nothing = rng.random() < _NOTHING_SHARE
     while True:
         board = make_board(rng, style, split)
@@ -64,7 +65,7 @@ def _board_question(
                     ask.how_many_kind(picture.kind, board),
                     ask.how_many_colour(picture.colour, board),
                 ]
-                fitting = [qa for qa in both if qa.answer == wanted]
+                fitting = [qa for qa in both if ask.number_of(qa.answer) == wanted]
                 if fitting:
                     return board, rng.choice(fitting), ()
             elif kind == "left-of":
@@ -73,6 +74,11 @@ def _board_question(
                     return board, qa, (*names, qa.answer)
             else:
                 return board, ask.list_all(board), ()
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether a text gives a picture's colour and kind, together or apart."""
+    return name != ask.NOTHING and all(word in text for word in name.split())
 
 
 def _question_before(
@@ -92,8 +98,11 @@ def _question_before(
         qa
         for qa in candidates
         if qa.question != asked.question
-        and not any(name in f"{qa.question} {qa.answer}" for name in names if name != ask.NOTHING)
+        and not any(_names(f"{qa.question} {qa.answer}", name) for name in names)
     ]
+    if not fitting:
+        cells = itertools.product(range(1, GRID + 1), repeat=2)
+        fitting = [ask.what(*cell, board) for cell in cells if board.at(*cell) is None]
     # Every kind of first question equally often, where the board allows it.
     kind = rng.choice(sorted({qa.kind for qa in fitting}))
     chosen = rng.choice([qa for qa in fitting if qa.kind == kind])
@@ -219,11 +228,14 @@ class Task:
     def score(self, answer_text: str, item: Item) -> float:
         """How right an answer is, 0 to 1.
 
-        Lists: F1 over occupied cells (:func:`.items.list_f1`). Everything else: 1 if the answer
-        equals the right one after strip, case folding and dropping trailing periods, else 0.
+        Lists: F1 over occupied cells (:func:`.items.list_f1`). Counting: 1 if the answer ends in
+        the right number. Everything else: 1 if the answer equals the right one after strip, case
+        folding and dropping trailing periods, else 0.
         """
         if item.kind == "list":
             return list_f1(answer_text, item.answer)
+        if item.kind == "how-many":
+            return float(ask.number_of(answer_text) == ask.number_of(item.answer))
         return exact_match(answer_text, item.answer)
 
     def _board_item(self, number: int, seed: int, split: Split) -> Item:

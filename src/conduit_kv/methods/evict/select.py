@@ -39,6 +39,23 @@ def ranking(score: Tensor, tier: Tensor) -> Tensor:
     return by_score[by_tier]
 
 
+def weakest(score: Tensor, tier: Tensor, count: int) -> Tensor:
+    """The last ``count`` of :func:`ranking`, or as many as are not protected.
+
+    One alone, as in most decoding steps, is found without sorting.
+    """
+    tier = tier.cpu()
+    if count == 1 and len(tier):
+        lowest = int(tier.min())
+        last = torch.nonzero(tier == lowest).flatten()
+        score = torch.nan_to_num(score[last].float().cpu(), nan=float("-inf"))
+        last = last[score == score.min()][-1:]
+        return last if lowest != PROTECTED else last[:0]
+    count = min(count, int((tier != PROTECTED).sum()))
+    order = ranking(score, tier)
+    return order[len(order) - count :]
+
+
 def keep_best(
     score: Tensor,
     tier: Tensor,

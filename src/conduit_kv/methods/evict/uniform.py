@@ -67,7 +67,7 @@ def thinned(layout: Layout, visual: Tensor, count: int) -> list[Tensor]:
     kept = []
     for image, mine in enumerate(shares):
         tokens = visual[owner == image]
-        cells = torch.stack([layout.frame[tokens], layout.row[tokens], layout.column[tokens]])
+        cells = layout.places[1:, tokens]
         # All layers hold the same tokens, and images are often of one size.
         kept.append(tokens[_remembered(cells.numpy().tobytes(), mine)])
     return kept

@@ -67,7 +67,7 @@ class NuwaReduce(ReduceMethod):
         states = view.hidden[places.to(view.hidden.device)].float()
         score = salience(states, self.score).cpu()
         layout = view.layout
-        frame, row, column = (x[places] for x in (layout.frame, layout.row, layout.column))
+        frame, row, column = layout.places[1:, places]
         width = int(column.max()) + 2
         cell = (frame * (int(row.max()) + 2) + row // 2) * width + column // 2
         kept = leaders(score, cell, count)
