@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from conduit_kv.artefact import load_artefact
     from conduit_kv.budget import Budget
-    from conduit_kv.capsule import load_artefact
     from conduit_kv.engine.compress import Run, compress
     from conduit_kv.engine.load import load
     from conduit_kv.engine.report import Report
@@ -46,7 +46,7 @@ _WHERE = {
     "VLM": "engine.vlm",
     "compress": "engine.compress",
     "load": "engine.load",
-    "load_artefact": "capsule",
+    "load_artefact": "artefact",
 }
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conduit_kv.digests import update_digest, weights_known
+from conduit_kv.digests import checksum, update_digest, weights_known
 from conduit_kv.errors import InputError, PlanError
 
 __all__ = ["Artefact", "load_artefact", "weights_digest"]
@@ -77,8 +77,8 @@ class Artefact:
             "model": self.model,
             "layers": self.layers,
             "config": dict(self.config),
-            "checksum": _checksum(tensors),
         }
+        header["checksum"] = checksum(header, tensors)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
         save_file(tensors, str(part), metadata={_KEY: json.dumps(header, sort_keys=True)})
@@ -100,19 +100,47 @@ class Artefact:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
-def load_artefact(path: str | Path) -> Artefact:
-    """Read a file that ``conduit-kv fit`` wrote.
+_loaded: dict[tuple[str, int, int], Artefact] = {}
+
+
+def load_artefact(path: str | Path, model: Any = None) -> Artefact:
+    """Read a file that ``conduit-kv fit`` wrote; once, as long as it does not change.
+
+    Parameters
+    ----------
+    path : str or Path
+    model : PreTrainedModel or VLM, optional
+        Raise unless it was fitted on this model's weights.
 
     Raises
     ------
     InputError
         If it is not there, is not an artefact, or is damaged.
+    PlanError
+        If it belongs to other weights.
     """
+    path = Path(path).expanduser()
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(
+            f"{path}: no artefact can be read there ({error.strerror}); `conduit-kv fit` writes one"
+        ) from None
+    known = (str(path.resolve()), status.st_mtime_ns, status.st_size)
+    if known not in _loaded:
+        _loaded[known] = _read(path)
+    artefact = _loaded[known]
+    if model is not None:
+        from conduit_kv.families import family_of
+
+        plain = model.model if hasattr(model, "processor") else model
+        artefact.check(artefact.kind, family_of(plain).text_model(plain), str(path))
+    return artefact
+
+
+def _read(path: Path) -> Artefact:
     from safetensors import SafetensorError, safe_open
 
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise InputError(f"{path}: no such artefact; `conduit-kv fit` writes one")
     try:
         with safe_open(str(path), framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(_KEY, "null"))
@@ -121,13 +149,6 @@ def load_artefact(path: str | Path) -> Artefact:
         raise InputError(f"{path} is damaged or no artefact: {error}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise InputError(f"{path} is not an artefact of this version: fit it again")
-    if header["checksum"] != _checksum(tensors):
+    if header.get("checksum") != checksum(header, tensors):
         raise InputError(f"{path} is damaged: its contents do not fit its checksum")
     return Artefact(header["kind"], header["model"], header["layers"], header["config"], tensors)
-
-
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    digest: Any = hashlib.sha256()
-    for name in sorted(tensors):
-        update_digest(digest, name, tensors[name])
-    return str(digest.hexdigest())

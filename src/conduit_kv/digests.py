@@ -23,7 +23,7 @@ def update_digest(digest: Any, name: str, tensor: Tensor) -> None:
         digest.update(flat)
 
 
-def checksum(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+def checksum(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """Of a file's tensors and its header, but for the header's own ``checksum``."""
     digest = hashlib.sha256()
     signed = {name: value for name, value in header.items() if name != "checksum"}

@@ -137,7 +137,7 @@ def test_an_artefact_is_for_one_model_and_whole(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match="damaged or no artefact"):
         load_artefact(tmp_path / "cut.safetensors")
-    with pytest.raises(InputError, match="no such artefact"):
+    with pytest.raises(InputError, match="no artefact can be read"):
         load_artefact(tmp_path / "none.safetensors")
 
 

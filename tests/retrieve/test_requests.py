@@ -149,7 +149,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
         vlm.model(**inputs)
     with pytest.raises(PlanError, match="fit retoken"):
         vlm.prefill(inputs, "retoken:9")
-    with pytest.raises(InputError, match="no such artefact"):
+    with pytest.raises(InputError, match="no artefact can be read"):
         vlm.prefill(inputs, "retoken:9(artefact=/nowhere/x.safetensors)")
     state = vlm.prefill(inputs, "rekv:9")
     with pytest.raises(PlanError, match="ask the question anew"):

@@ -1,5 +1,5 @@
-"""KVCapsule's learned parts: fitting them on images, and the file that holds them."""
+"""KVCapsule's learned parts: fitting them on images, and what follows from them."""
 
-from conduit_kv.capsule.artefact import Artefact, load_artefact
+from conduit_kv.capsule.moments import Moments
 
-__all__ = ["Artefact", "load_artefact"]
+__all__ = ["Moments"]

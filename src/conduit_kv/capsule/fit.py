@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from conduit_kv.artefact import Artefact, weights_digest
 from conduit_kv.cache.capsule import rotate
-from conduit_kv.capsule.artefact import Artefact, weights_digest
+from conduit_kv.capsule.moments import Moments
 from conduit_kv.engine.compress import Run
 from conduit_kv.engine.request import Ending
 from conduit_kv.errors import InputError, PlanError
@@ -32,7 +33,7 @@ _SAVE_EVERY = 25
 
 
 @dataclass
-class Moments:
+class Sums:
     """Sums over the blocks seen so far, per layer.
 
     Attributes
@@ -58,11 +59,11 @@ class Moments:
     images: int = 0
 
     @staticmethod
-    def empty(layers: int, heads: int, block: int, key_width: int, value_width: int) -> Moments:
+    def empty(layers: int, heads: int, block: int, key_width: int, value_width: int) -> Sums:
         """No blocks yet."""
         zeros = torch.zeros
         kind = torch.float64
-        return Moments(
+        return Sums(
             zeros((layers, heads, block, key_width), dtype=kind),
             zeros((layers, heads, block, value_width), dtype=kind),
             zeros((layers, heads, key_width // 2, block, block), dtype=kind),
@@ -88,7 +89,7 @@ class Moments:
         self.value_products[layer] += torch.einsum("pbsc,pbtc->st", values, values)
         self.queries[layer] += queries.double().cpu().square().sum(1).unflatten(1, (2, -1)).sum(1)
 
-    def artefact(self, model: str, digest: str) -> Artefact:
+    def moments(self) -> Moments:
         """What follows from them."""
         key_mean, value_mean = self.keys / self.blocks, self.values / self.blocks
         apart = key_mean.unflatten(3, (2, -1))  # [L, G, g, 2, d/2]
@@ -98,24 +99,16 @@ class Moments:
         key_covariance = (spread * weight[..., None, None]).sum((1, 2))
         outer = torch.einsum("lpsc,lptc->lst", value_mean, value_mean)
         value_covariance = self.value_products / self.blocks - outer
-        block = int(key_mean.shape[2])
-        return Artefact(
-            model,
-            digest,
-            block,
-            self.images,
-            key_mean.float(),
-            key_covariance.float(),
-            value_mean.float(),
-            value_covariance.float(),
+        return Moments(
+            key_mean.float(), key_covariance.float(), value_mean.float(), value_covariance.float()
         )
 
 
 @dataclass
 class _Listener(Holding):
-    """Stands where a hold method would, and takes in moments instead of packing."""
+    """Stands where a hold method would, and takes in sums instead of packing."""
 
-    moments: Moments | None = None
+    sums: Sums | None = None
     block: int = field(default=DEFAULT_BLOCK)
 
     @property
@@ -134,24 +127,24 @@ class _Listener(Holding):
         _, keys, values = held.read(0, every)
         visual = torch.nonzero(layout.visual).flatten()
         visual = visual[: len(visual) // self.block * self.block]
-        if self.moments is None:
+        if self.sums is None:
             sizes = (len(self.cache.layers), len(every), self.block)
-            self.moments = Moments.empty(*sizes, keys.shape[2], values.shape[2])
+            self.sums = Sums.empty(*sizes, keys.shape[2], values.shape[2])
         cos, sin = self._angles(0, visual)
         scale = cos[:1].square() + sin[:1].square()
         free = rotate(keys[:, visual].float(), cos, -sin) / scale[0, 0]
         after = layout.text & (torch.arange(len(layout)) > int(visual[-1]))
         text = queries[0][:, after.to(queries.device)]
         text = text.reshape(len(every), -1, text.shape[-1])
-        self.moments.add(
+        self.sums.add(
             layer,
             free.unflatten(1, (-1, self.block)),
             values[:, visual].unflatten(1, (-1, self.block)),
             text,
         )
         if layer == len(self.cache.layers) - 1:
-            self.moments.blocks += len(visual) // self.block
-            self.moments.images += 1
+            self.sums.blocks += len(visual) // self.block
+            self.sums.images += 1
 
     def finish(self) -> None:
         pass
@@ -188,22 +181,22 @@ def fit(
     """
     if not images:
         raise InputError("there is no image to fit on: name a folder with pictures")
-    digest = weights_digest(vlm.model)
+    digest = weights_digest(vlm.family.text_model(vlm.model))
     saved = out.with_name(out.name + ".progress")
-    size, moments, done = _saved(saved, digest, block)
+    size, sums, done = _saved(saved, digest, block)
     for number, image in enumerate(images):
         if number < done:
             continue
         inputs = _inputs(vlm, image)
         if size is None:
             size = block or _row_length(vlm, inputs)
-        moments = _look(vlm, inputs, size, moments)
+        sums = _look(vlm, inputs, size, sums)
         progress(number + 1, len(images))
         if (number + 1) % _SAVE_EVERY == 0:
-            _save(saved, digest, size, moments, number + 1)
-    if moments is None or size is None:
+            _save(saved, digest, size, sums, number + 1)
+    if sums is None or size is None:
         raise InputError("there is no image to fit on")
-    artefact = moments.artefact(vlm.name, digest)
+    artefact = sums.moments().artefact(digest, {"images": sums.images, "model_name": vlm.name})
     artefact.save(out)
     saved.unlink(missing_ok=True)
     return artefact
@@ -224,35 +217,33 @@ def _row_length(vlm: Runner, inputs: dict[str, Any]) -> int:
 
 
 @torch.inference_mode()
-def _look(vlm: Runner, inputs: dict[str, Any], block: int, moments: Moments | None) -> Moments:
+def _look(vlm: Runner, inputs: dict[str, Any], block: int, sums: Sums | None) -> Sums:
     run = Run(vlm.model, vlm.family, Plan())
     cache = run.new_cache()
-    listener = _Listener(None, cache, moments=moments, block=block)
+    listener = _Listener(None, cache, sums=sums, block=block)
     cache.watchers = [Ending(Eviction(Full(), cache), listener)]
     visual = int(vlm.family.visual_mask(vlm.model, inputs["input_ids"]).sum())
     if visual < block:
         raise InputError(f"an image has {visual} tokens, fewer than a block of {block}")
     vlm._run(run, cache, inputs, [])
-    if listener.moments is None:
+    if listener.sums is None:
         raise RuntimeError("no layer was observed")
-    return listener.moments
+    return listener.sums
 
 
-def _save(file: Path, digest: str, block: int, moments: Moments, done: int) -> None:
+def _save(file: Path, digest: str, block: int, sums: Sums, done: int) -> None:
     temporary = file.with_name(file.name + ".part")
-    torch.save(
-        {"digest": digest, "block": block, "moments": vars(moments), "done": done}, temporary
-    )
+    torch.save({"digest": digest, "block": block, "sums": vars(sums), "done": done}, temporary)
     temporary.replace(file)
 
 
-def _saved(file: Path, digest: str, block: int | None) -> tuple[int | None, Moments | None, int]:
+def _saved(file: Path, digest: str, block: int | None) -> tuple[int | None, Sums | None, int]:
     if not file.is_file():
         return block, None, 0
     state = torch.load(file, weights_only=True)
     if state["digest"] != digest or block not in (None, state["block"]):
         raise InputError(f"{file} belongs to a fit of another model or block: delete it first")
-    return state["block"], Moments(**state["moments"]), state["done"]
+    return state["block"], Sums(**state["sums"]), state["done"]
 
 
 def image_files(folder: Path) -> list[Path]:

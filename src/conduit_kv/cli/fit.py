@@ -46,6 +46,7 @@ def kvcapsule(
     """
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+    from conduit_kv.capsule import Moments
     from conduit_kv.capsule import fit as fitting
     from conduit_kv.errors import InputError
 
@@ -65,11 +66,12 @@ def kvcapsule(
             block=block,
             progress=lambda done, total: bars.update(bar, completed=done),
         )
-    counts = artefact.counts(keep)
-    kept = sum(a + b for a, b in counts) / (2 * artefact.block * len(counts))
+    moments = Moments.of(artefact)
+    counts = moments.counts(keep)
+    kept = sum(a + b for a, b in counts) / (2 * moments.block * len(counts))
     out_text = console()
     out_text.print(
-        f"{out}: {artefact.images} images, blocks of {artefact.block}, "
+        f"{out}: {artefact.config['images']} images, blocks of {moments.block}, "
         f"{size_text(out.stat().st_size)}"
     )
     out_text.print(f"at keep={keep:g}: {100 * kept:.1f} % of the numbers; per layer keys + values")

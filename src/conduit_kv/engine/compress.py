@@ -114,7 +114,7 @@ class Run:
         layers = len(self.family.layers(text_model))
         kinds = [str(self.family.layer_kind(text_model, layer)) for layer in range(layers)]
         if self.plan.hold is not None:
-            self.plan.hold.check_model(self.model)
+            self.plan.hold.check_model(text_model)
         cache = RequestCache(kinds, self.plan, Cost.of(self.family, text_model), self.shelf)
         cache.rotary = functools.partial(angles, self.family, text_model)
         return cache

@@ -101,8 +101,9 @@ def _question_before(
         and not any(_names(f"{qa.question} {qa.answer}", name) for name in names)
     ]
     if not fitting:
-        cells = itertools.product(range(1, GRID + 1), repeat=2)
-        fitting = [ask.what(*cell, board) for cell in cells if board.at(*cell) is None]
+        lines = range(1, GRID + 1)
+        empty = [(r, c) for r, c in itertools.product(lines, lines) if board.at(r, c) is None]
+        fitting = [ask.what(row, column, board) for row, column in empty]
     # Every kind of first question equally often, where the board allows it.
     kind = rng.choice(sorted({qa.kind for qa in fitting}))
     chosen = rng.choice([qa for qa in fitting if qa.kind == kind])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conduit_kv.cache.codec import BITS
 from conduit_kv.cache.packed import Quantised, Store
@@ -80,7 +80,7 @@ class HoldMethod(Method):
         :data:`FULL_BITS` leaves a token alone. Text is left alone unless a method says otherwise.
         """
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, text_model: nn.Module) -> None:
         """Raise PlanError if it cannot act on a model."""
 
     @abstractmethod

@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conduit_kv.cache.capsule import BlockParts, Capsule
 from conduit_kv.cache.packed import Store
@@ -18,7 +18,8 @@ from conduit_kv.methods.base import Method, register
 from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene, Where
 
 if TYPE_CHECKING:
-    from conduit_kv.capsule import Artefact
+    from conduit_kv.artefact import Artefact
+    from conduit_kv.capsule import Moments
 
 SHIPPED = Path(__file__).parents[2] / "embedded" / "kvcapsule.safetensors"
 """The built-in model's artefact."""
@@ -128,7 +129,7 @@ class KvCapsule(Blocks):
         PlanError
             If none is named and none is shipped.
         """
-        from conduit_kv.capsule import load_artefact
+        from conduit_kv.artefact import load_artefact
 
         if not self.artefact and not SHIPPED.is_file():
             raise PlanError(
@@ -137,21 +138,27 @@ class KvCapsule(Blocks):
             )
         return load_artefact(self.artefact or SHIPPED)
 
+    def moments(self) -> Moments:
+        """What its artefact holds."""
+        from conduit_kv.capsule import Moments
+
+        return Moments.of(self.load())
+
     @property
     def block_size(self) -> int:
-        return self.load().block
+        return self.moments().block
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, text_model: nn.Module) -> None:
         if not self.is_identity:
-            self.load().check(model)
+            self.load().check("kvcapsule", text_model, self.artefact or "the artefact")
 
     def parts(self, where: Where, keys: Tensor) -> BlockParts:
         artefact = self.load()
         key = (id(artefact), self.keep, self.name)
         if key not in _fitted:
-            _fitted[key] = self.fitted(artefact)
+            _fitted[key] = self.fitted(self.moments())
         return _fitted[key][where.layer]
 
-    def fitted(self, artefact: Artefact) -> list[BlockParts]:
+    def fitted(self, moments: Moments) -> list[BlockParts]:
         """Per layer."""
-        return artefact.parts(self.keep)
+        return moments.parts(self.keep)

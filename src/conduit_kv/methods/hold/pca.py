@@ -16,7 +16,7 @@ from conduit_kv.methods.hold.kvcapsule import KvCapsule
 
 if TYPE_CHECKING:
     from conduit_kv.cache.capsule import BlockParts
-    from conduit_kv.capsule import Artefact
+    from conduit_kv.capsule import Moments
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Pca(KvCapsule):
     name: ClassVar[str] = "pca"
     paper: ClassVar[str] = ""
 
-    def fitted(self, artefact: Artefact) -> list[BlockParts]:
+    def fitted(self, moments: Moments) -> list[BlockParts]:
         return [
             replace(parts, mix=key_basis)
             for parts, (key_basis, _) in zip(
-                artefact.parts(self.keep), artefact.key_bases(self.keep), strict=True
+                moments.parts(self.keep), moments.key_bases(self.keep), strict=True
             )
         ]
 

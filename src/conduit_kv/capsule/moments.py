@@ -1,47 +1,25 @@
-"""The file that holds what was learned of a model's visual keys and values."""
+"""What was learned of a model's visual keys and values, and what follows from it."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from conduit_kv.artefact import Artefact
 from conduit_kv.cache.capsule import BlockParts
-from conduit_kv.digests import weights_known
-from conduit_kv.errors import InputError, PlanError
+from conduit_kv.errors import InputError
 
-FORMAT = "kvcapsule 1"
+KIND = "kvcapsule"
 _NAMES = ("key_mean", "key_covariance", "value_mean", "value_covariance")
 
 
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over all weights, rounded to bf16 so that a model's number type does not matter.
-
-    Read once, and again when a weight was replaced or changed in place.
-    """
-    named = sorted(model.named_parameters())
-
-    def read() -> str:
-        digest = hashlib.sha256()
-        for name, tensor in named:
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            plain = tensor.detach().to("cpu", torch.bfloat16).contiguous()
-            digest.update(plain.view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()
-
-    return weights_known(model, "capsule", (tensor for _, tensor in named), read)
-
-
 @dataclass(frozen=True, eq=False)
-class Artefact:
+class Moments:
     """Moments of a model's visual keys and values within blocks, per layer.
 
     All that depends on how much is kept follows from them in closed form (:meth:`parts`), so that
@@ -49,66 +27,45 @@ class Artefact:
 
     Attributes
     ----------
-    model : str
-        Name, for messages.
-    digest : str
-        Of the model's weights.
-    block : int
-        ``g``, tokens in a block.
-    images : int
-        How many images it was fitted on.
     key_mean, value_mean : Tensor
-        ``[L, G, g, d]`` fp32; keys before RoPE.
+        ``[L, G, g, d]`` fp32, ``g`` tokens in a block; keys before RoPE.
     key_covariance, value_covariance : Tensor
         ``[L, g, g]`` fp32 over the tokens of a block, summed over heads and channels; a key's
         channels weigh as much as queries make of them.
     """
 
-    model: str
-    digest: str
-    block: int
-    images: int
     key_mean: Tensor
     key_covariance: Tensor
     value_mean: Tensor
     value_covariance: Tensor
 
+    @staticmethod
+    def of(artefact: Artefact) -> Moments:
+        """Those in a file.
+
+        Raises
+        ------
+        InputError
+            If it is another method's.
+        """
+        if artefact.kind != KIND:
+            raise InputError(f"this artefact is for {artefact.kind}, not for {KIND}")
+        return Moments(*(artefact.tensors[name] for name in _NAMES))
+
+    def artefact(self, model: str, config: Mapping[str, Any]) -> Artefact:
+        """For a file: of a model with these weights, fitted in this way."""
+        tensors = {name: getattr(self, name) for name in _NAMES}
+        return Artefact(KIND, model, self.layers, config, tensors)
+
+    @property
+    def block(self) -> int:
+        """``g``."""
+        return int(self.key_mean.shape[2])
+
     @property
     def layers(self) -> int:
         """``L``."""
         return int(self.key_mean.shape[0])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of process memory that it takes."""
-        return sum(getattr(self, n).numel() * getattr(self, n).element_size() for n in _NAMES)
-
-    def check(self, model: nn.Module) -> None:
-        """Raise PlanError unless it was fitted on these very weights."""
-        if weights_digest(model) != self.digest:
-            raise PlanError(
-                f"this artefact was fitted on other weights ({self.model}): fit one for this "
-                "model with conduit-kv fit kvcapsule --model MODEL --images FOLDER --out FILE, "
-                "and name it as artefact=FILE"
-            )
-
-    def save(self, file: Path) -> None:
-        """Write it, whole or not at all."""
-        tensors = {name: getattr(self, name).contiguous() for name in _NAMES}
-        header = {
-            "format": FORMAT,
-            "model": self.model,
-            "digest": self.digest,
-            "block": str(self.block),
-            "images": str(self.images),
-            "layers": str(self.layers),
-        }
-        header["checksum"] = _checksum(header, tensors)
-        temporary = file.with_name(file.name + ".part")
-        save_file(tensors, temporary, metadata=header)
-        temporary.replace(file)
-
-    # -- what follows from the moments -------------------------------------------------------
 
     def counts(self, keep: float) -> list[tuple[int, int]]:
         """Per layer, how many keys and how many coefficients of values are kept of a block.
@@ -207,66 +164,3 @@ def _gains(errors: list[float]) -> list[float]:
 def _basis(covariance: Tensor, size: int) -> Tensor:
     vectors: Tensor = torch.linalg.eigh(covariance.double()).eigenvectors.flip(1)
     return vectors[:, :size].float().contiguous()
-
-
-def _checksum(header: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    known = {name: text for name, text in header.items() if name != "checksum"}
-    digest.update(json.dumps(known, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()
-
-
-_loaded: dict[tuple[str, int, int], Artefact] = {}
-
-
-def load_artefact(file: str | Path, model: Any = None) -> Artefact:
-    """Read an artefact and check it.
-
-    Parameters
-    ----------
-    file : str or Path
-    model : PreTrainedModel or VLM, optional
-        Raise unless the artefact was fitted on its weights.
-
-    Raises
-    ------
-    InputError
-        If the file is missing, damaged, or of another kind or format.
-    PlanError
-        If it belongs to other weights.
-    """
-    path = Path(file).expanduser()
-    try:
-        status = path.stat()
-        known = (str(path.resolve()), status.st_mtime_ns, status.st_size)
-        if known not in _loaded:
-            _loaded[known] = _read(path)
-        artefact = _loaded[known]
-    except OSError as error:
-        raise InputError(f"{path}: no artefact can be read there: {error.strerror}") from None
-    if model is not None:
-        artefact.check(getattr(model, "model", model) if hasattr(model, "processor") else model)
-    return artefact
-
-
-def _read(path: Path) -> Artefact:
-    try:
-        with safe_open(path, "pt") as stored:
-            header = stored.metadata() or {}
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise InputError(f"{path} is damaged or no artefact: {error}") from None
-    if header.get("format") != FORMAT:
-        raise InputError(
-            f"{path} is no artefact of this version: its format is "
-            f"{header.get('format', 'missing')!r}, not {FORMAT!r}; fit it again"
-        )
-    if set(tensors) != set(_NAMES) or header.get("checksum") != _checksum(header, tensors):
-        raise InputError(f"{path} is damaged: its checksum does not fit; fit it again")
-    return Artefact(
-        header["model"], header["digest"], int(header["block"]), int(header["images"]), **tensors
-    )
