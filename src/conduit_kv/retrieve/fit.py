@@ -1,4 +1,4 @@
-"""Train ReToken: one embedding, and a temperature per scored layer and KV head, for one model.
+"""Train ReToken: one embedding, and a temperature per scored layer and query head, for one model.
 
 The model is frozen, and only its first layers are run: over each image by itself, once, to read
 what it stores in the scored layers; and over each question with the embedding behind it. Every step
@@ -22,6 +22,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +39,7 @@ from conduit_kv.errors import InputError
 from conduit_kv.images import ImageLike
 from conduit_kv.methods.retrieve.artefact import KIND
 from conduit_kv.methods.retrieve.base import unit_softmax_means
-from conduit_kv.methods.retrieve.retoken import cosines, project
+from conduit_kv.methods.retrieve.retoken import Text, cosines, read
 from conduit_kv.plan import Plan
 from conduit_kv.retrieve.question import early_states
 from conduit_kv.tasks.scenes import Board
@@ -235,9 +236,9 @@ def stored_in(
         vlm.model(**inputs, **{cache_name(type(vlm.model)): cache}, logits_to_keep=1)
     visual = cache.progress.layouts[0].visual
     family, text_model = vlm.family, vlm.family.text_model(vlm.model)
-    read = family.values if space == "value" else family.keys
+    stored = family.values if space == "value" else family.keys
     found = [
-        read(family.layers(text_model)[layer], cache.states[layer][:, visual])[0]
+        stored(family.layers(text_model)[layer], cache.states[layer][:, visual])[0]
         for layer in layers
     ]
     return F.normalize(torch.stack(found).float(), dim=-1).bfloat16()
@@ -260,13 +261,13 @@ def prompt_ids(vlm: Runner, question: str) -> Tensor:
 class _Token(nn.Module):
     """What is trained."""
 
-    def __init__(self, start: Tensor, deviation: Tensor, layers: int, heads: int) -> None:
+    def __init__(self, start: Tensor, deviation: Tensor, heads: Sequence[int]) -> None:
         super().__init__()
         # A copy: the token begins as a word of the model, which must not change with it.
         self.register_buffer("start", start.detach().float().clone())
         self.register_buffer("deviation", deviation.float())
         self.change = nn.Parameter(torch.zeros_like(start, dtype=torch.float32))
-        self.temperature = nn.Parameter(torch.full((layers, heads), _START_TEMPERATURE))
+        self.temperature = nn.Parameter(torch.full(tuple(heads), _START_TEMPERATURE))
 
     @property
     def embedding(self) -> Tensor:
@@ -328,6 +329,7 @@ class Trainer:
         self._stored: dict[int, Tensor] = {}
         self._prompts: dict[str, Tensor] = {}
         self._texts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._rows: dict[str, list[Text]] = {}
         self.losses: list[float] = []
 
     @property
@@ -390,7 +392,7 @@ class Trainer:
 
     def loss(self, token: _Token, batch: Sequence[Example]) -> Tensor:
         """Mean over questions of the cross-entropy of the images that hold the answer."""
-        asked = self._ask(token, batch)  # [l, B, G, d]
+        asked = self._ask(token, batch)  # [l, B, G, h, d]
         losses = []
         for row, example in enumerate(batch):
             scores = self.image_scores(token, asked[:, row], example.images)
@@ -399,16 +401,16 @@ class Trainer:
         return torch.stack(losses).mean()
 
     def image_scores(self, token: _Token, asked: Tensor, images: Sequence[int]) -> Tensor:
-        """``[U]``: scores of images by what a question asks for, ``[l, G, d]``."""
+        """``[U]``: scores of images by what a question asks for, ``[l, G, h, d]``."""
         stored = [self._stored[number].to(asked.device).float() for number in images]
         unit = torch.repeat_interleave(
             torch.arange(len(images)), torch.tensor([part.shape[2] for part in stored])
         ).to(asked.device)
         heads = cosines(asked, torch.cat(stored, dim=2)) * token.temperature.exp()[..., None]
-        return unit_softmax_means(heads.mean((0, 1)), unit)
+        return unit_softmax_means(heads.mean((0, 1, 2)), unit)
 
     def _ask(self, token: _Token, batch: Sequence[Example]) -> Tensor:
-        """``[l, B, G, d]``: what the embedding asks for behind each question."""
+        """``[l, B, G, h, d]``: what the embedding asks for behind each question."""
         texts = [self._texts[example.question] for example in batch]
         device = self._embed.weight.device
         lengths = torch.tensor([part[0][0].shape[1] for part in texts], device=device)
@@ -436,17 +438,15 @@ class Trainer:
                 cache=stacked,
                 mask=seen[:, None, None],
             )
-        return torch.stack(
-            [
-                project(
-                    self.family,
-                    self.family.layers(self.text_model)[layer],
-                    states[layer][:, 0],
-                    self.settings.space,
-                )
-                for layer in self.layers
-            ]
-        )
+        seen = seen[:, self._prefix :]
+        asked = []
+        for at, number in enumerate(self.layers):
+            layer = self.family.layers(self.text_model)[number]
+            parts = [self._rows[example.question][at] for example in batch]
+            rows_read = Text(_padded([p.keys for p in parts]), _padded([p.read for p in parts]))
+            text = rows_read.then(Text.of(self.family, layer, states[number], self.settings.space))
+            asked.append(read(self.family, layer, states[number][:, 0], text, seen))
+        return torch.stack(asked)
 
     @torch.no_grad()
     def read_questions(
@@ -461,15 +461,34 @@ class Trainer:
             ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
             heard = _Heard()
             with lock_of(self.vlm.model):
-                early_states(
+                states = early_states(
                     self.family, self.text_model, self._embed(ids), max(self.layers), cache=heard
                 )
+            texts = [
+                Text.of(
+                    self.family,
+                    self.family.layers(self.text_model)[layer],
+                    states[layer][:, self._prefix :],
+                    self.settings.space,
+                )
+                for layer in self.layers
+            ]
             for row, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
                 self._texts[question] = [
                     (keys[row, :, : len(prompt)].clone(), values[row, :, : len(prompt)].clone())
                     for keys, values in heard.pairs
                 ]
+                own = len(prompt) - self._prefix
+                self._rows[question] = [
+                    Text(text.keys[row, :, :own].clone(), text.read[row, :, :own].clone())
+                    for text in texts
+                ]
             progress("reading questions", start + len(questions), len(wanted), None)
+
+    @cached_property
+    def _prefix(self) -> int:
+        """Tokens before a first image: they are no part of what is asked."""
+        return len(self.vlm.shelf().context("template"))
 
     def _prompt(self, question: str) -> Tensor:
         if question not in self._prompts:
@@ -521,10 +540,10 @@ class Trainer:
         some = self._prompt(self.data.examples[0].question)
         embeddings = self._embed.weight.detach()
         start = embeddings[int(some[-1])]
-        heads = next(iter(self._stored.values())).shape[1] if self._stored else 1
-        return _Token(start, embeddings.float().std(), len(self.layers), heads).to(
-            embeddings.device
-        )
+        attention: Any = self.text_model.config
+        kv_heads = attention.num_key_value_heads
+        heads = (len(self.layers), kv_heads, attention.num_attention_heads // kv_heads)
+        return _Token(start, embeddings.float().std(), heads).to(embeddings.device)
 
     def _identity(self) -> dict[str, Any]:
         return {

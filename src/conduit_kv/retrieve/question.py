@@ -125,10 +125,11 @@ class Question:
         return self._states[layer][0]
 
     def asking(self, token: Tensor, layers: Sequence[int]) -> list[Tensor]:
-        """``[D]`` each: states entering ``layers`` of an embedding ``[D]`` after the question."""
+        """``[Q + 1, D]`` each: states entering ``layers`` of the question and an embedding ``[D]``
+        after it."""
         text = torch.cat([self.prefix, self.rows, token[None].to(self.rows)])[None]
         states = early_states(self.family, self.text_model, text, max(layers))
-        return [states[layer][0, -1] for layer in layers]
+        return [states[layer][0, len(self.prefix) :] for layer in layers]
 
     def queries(self, layer: int) -> Tensor:
         """``[H, Q, d]``, position-free queries of the question."""

@@ -26,7 +26,7 @@ class ReTokenArtefact:
     embedding : Tensor
         ``[D]`` fp32.
     temperature : Tensor
-        ``[l, G]`` fp32, the logarithm of each scored layer's and head's factor.
+        ``[l, G, H/G]`` fp32, the logarithm of each scored layer's and query head's factor.
     layers : tuple of int
         The scored layers.
     space : {"value", "key"}

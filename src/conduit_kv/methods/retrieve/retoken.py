@@ -24,24 +24,27 @@ class ReToken(RetrieveMethod):
     r"""A learned token that retrieves (arXiv 2607.28627): idea known, details reconstructed.
 
     The question and one learned embedding :math:`e` behind it run through the first layers over
-    text alone. With :math:`z_l` the state of :math:`e` entering a scored layer :math:`l`,
-    :math:`u_{l,g} = W_V^{l,g}\, \mathrm{norm}(z_l)` its value in KV head :math:`g`, and
-    :math:`V_{l,g,i}` the stored values,
+    text alone. In a scored layer :math:`l`, what a query head :math:`h` of :math:`e` reads of the
+    question's tokens :math:`j` and of :math:`e` itself, without RoPE, is compared with the stored
+    values :math:`V_{l,g,i}` of its KV head :math:`g`:
 
     .. math::
-        s_i = \operatorname{mean}_{l,g} \tau_{l,g} \cos(u_{l,g}, V_{l,g,i}), \qquad
+        u_{l,h} = \sum_j \operatorname{softmax}_j(q_{l,h} \cdot k_{l,g,j})\, v_{l,g,j}, \qquad
+        s_i = \operatorname{mean}_{l,h} \tau_{l,h} \cos(u_{l,h}, V_{l,g,i}), \qquad
         s_u = \log \operatorname{mean}_{i \in u} e^{s_i}
 
     where :math:`e` and the temperatures :math:`\tau` are all that is trained
     (``conduit-kv fit retoken``): the image that holds the answer against the others of its prompt.
+    The value of :math:`e` alone, as the paper is said to take it, is the case in which every head
+    reads :math:`e` itself; a small model's first layers do not bring the question into that.
 
     Parameters
     ----------
     artefact : str
         File of the learned token; empty takes the one shipped for this model.
     heads : {"mean", "union"}
-        ``"union"``: each KV head (of each scored layer) has its own ranking, and tokens are chosen
-        from all of them in turn; for ``unit=token``.
+        ``"union"``: each query head (of each scored layer) has its own ranking, and tokens are
+        chosen from all of them in turn; for ``unit=token``.
     """
 
     name: ClassVar[str] = "retoken"
@@ -75,26 +78,67 @@ class ReToken(RetrieveMethod):
 
 
 def head_scores(question: Question, learned: ReTokenArtefact) -> Tensor:
-    r"""``[l * G, N]`` fp32: :math:`\tau_{l,g} \cos(u_{l,g}, V_{l,g,i})`."""
+    r"""``[l * H, N]`` fp32: :math:`\tau_{l,h} \cos(u_{l,h}, V_{l,g,i})`."""
     rows = []
     states = question.asking(learned.embedding, learned.layers)
-    for place, (layer, state) in enumerate(zip(learned.layers, states, strict=True)):
-        asked = project(question.family, question.layer(layer), state[None], learned.space)[0]
+    for place, (layer, behind) in enumerate(zip(learned.layers, states, strict=True)):
+        text = Text.of(question.family, question.layer(layer), behind[None], learned.space)
+        asked = read(question.family, question.layer(layer), behind[None, -1], text)[0]
         stored = question.values(layer) if learned.space == "value" else question.keys(layer)
-        scale = learned.temperature[place].exp()[:, None]
+        scale = learned.temperature[place].exp()[..., None]
         parts = [cosines(asked, tokens).cpu() for tokens in stored]
-        rows.append(torch.cat(parts, dim=1) * scale)
+        rows.append((torch.cat(parts, dim=-1) * scale).flatten(0, 1))
     return torch.cat(rows)
 
 
-def project(family: Family, layer: nn.Module, states: Tensor, space: str) -> Tensor:
-    """``[B, D]`` states entering a layer to ``[B, G, d]``: their values, or position-free keys."""
-    reader = family.values if space == "value" else family.keys
-    return reader(layer, states[:, None])[:, :, 0]
+@dataclass(frozen=True)
+class Text:
+    """What can be read of some text in a layer.
+
+    Attributes
+    ----------
+    keys : Tensor
+        ``[B, G, n, d]``, position-free.
+    read : Tensor
+        ``[B, G, n, d]``: their values, or the keys themselves.
+    """
+
+    keys: Tensor
+    read: Tensor
+
+    @staticmethod
+    def of(family: Family, layer: nn.Module, states: Tensor, space: str) -> Text:
+        """Of states ``[B, n, D]`` entering a layer."""
+        keys = family.keys(layer, states)
+        return Text(keys, family.values(layer, states) if space == "value" else keys)
+
+    def then(self, later: Text) -> Text:
+        """This text and what follows it."""
+        pairs = ((self.keys, later.keys), (self.read, later.read))
+        return Text(*(torch.cat(pair, 2) for pair in pairs))
+
+
+def read(
+    family: Family, layer: nn.Module, asking: Tensor, text: Text, seen: Tensor | None = None
+) -> Tensor:
+    """``[B, G, H/G, d]``: what the query heads of states ``[B, D]`` read of a text.
+
+    Parameters
+    ----------
+    seen : Tensor, optional
+        ``[B, n]`` bool, the tokens that are not padding.
+    """
+    queries = family.queries(layer, asking[:, None]).unflatten(1, (text.keys.shape[1], -1))
+    scaling = float(getattr(family.attention(layer), "scaling", queries.shape[-1] ** -0.5))
+    logits = queries[..., 0, :].float() @ text.keys.float().transpose(-1, -2) * scaling
+    if seen is not None:
+        logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+    found: Tensor = logits.softmax(-1) @ text.read.float()
+    return found
 
 
 def cosines(asked: Tensor, stored: Tensor) -> Tensor:
-    """``[G, n]`` fp32: cosines of ``[G, d]`` and ``[G, n, d]``."""
-    return (F.normalize(stored.float(), dim=-1) @ F.normalize(asked.float(), dim=-1)[..., None])[
-        ..., 0
-    ]
+    """``[..., G, h, n]`` fp32: cosines of ``[..., G, h, d]`` and ``[..., G, n, d]``."""
+    return F.normalize(asked.float(), dim=-1) @ F.normalize(stored.float(), dim=-1).transpose(
+        -1, -2
+    )
