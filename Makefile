@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 ENVS := .envs
 PIP := -m pip --disable-pip-version-check --no-input -q
 
-.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule reuse soak support-matrix docs clean
+.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule retoken reuse soak support-matrix docs clean
 
 demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
 	$(ENVS)/demo/bin/conduit-kv demo
@@ -46,6 +46,11 @@ usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hou
 kvcapsule: $(ENVS)/demo/ready  ## fit the built-in model's KVCapsule artefact anew, after its adapter
 	$(ENVS)/demo/bin/conduit-kv fit kvcapsule --model embedded --images boards --n 300 \
 		--out src/conduit_kv/embedded/kvcapsule.safetensors
+
+retoken: $(ENVS)/demo/ready  ## train the built-in model's ReToken anew, after its adapter
+	$(ENVS)/demo/bin/conduit-kv fit retoken --model embedded --data board --images 8 \
+		--questions 2000 --steps 300 \
+		--out src/conduit_kv/embedded/retoken.safetensors
 
 hold: $(ENVS)/demo/ready  ## what packing costs in answers (hours), and decode speed
 	$(ENVS)/demo/bin/python benchmarks/hold_speed.py --model --json benchmarks/results/hold_speed.json

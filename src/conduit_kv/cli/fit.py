@@ -117,7 +117,7 @@ def retoken(
     batch: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 16,
     depth: Annotated[
         list[float] | None,
-        typer.Option(help="Scored layer as a share of the depth; several are averaged. [0.25]"),
+        typer.Option(help="Scored layer as a share of the depth; several are averaged. [0.11 0.14 0.17]"),
     ] = None,
     space: Annotated[str, typer.Option(help="Score against stored values or keys.")] = "value",
     seed: int = 0,
@@ -134,7 +134,7 @@ def retoken(
     from conduit_kv.retrieve import fit as training
 
     settings = training.Settings(
-        steps, batch, tuple(depth or (0.25,)), "key" if space == "key" else "value", seed=seed
+        steps, batch, tuple(depth) if depth else training.Settings.depths, "key" if space == "key" else "value", seed=seed
     )
     if data == "board":
         known = training.board_data(questions, images, boards, seed)

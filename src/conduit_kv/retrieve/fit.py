@@ -109,9 +109,9 @@ class Settings:
 
     steps: int = 400
     batch: int = 16
-    depths: tuple[float, ...] = (0.25,)
+    depths: tuple[float, ...] = (0.11, 0.14, 0.17)
     space: Literal["value", "key"] = "value"
-    learning_rate: float = 0.1
+    learning_rate: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,8 @@ from conduit_kv.artefact import Artefact, load_artefact, weights_digest
 from conduit_kv.errors import PlanError
 
 KIND = "retoken"
-_SHIPPED = Path(__file__).parent / "artefacts"
+SHIPPED = Path(__file__).parents[2] / "embedded" / "retoken.safetensors"
+"""The built-in model's token."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def artefact_for(path: str, text_model: nn.Module) -> ReTokenArtefact:
     key = path, weights_digest(text_model)
     found = _known.setdefault(text_model, {})
     if key not in found:
-        artefact = load_artefact(path) if path else _shipped().get(key[1])
-        if artefact is None:
+        artefact = load_artefact(path or SHIPPED)
+        if not path and artefact.model != key[1]:
             raise PlanError(
                 "no learned token is shipped for this model: train one with `conduit-kv fit "
                 "retoken --model MODEL --data board --out FILE`, then write retoken:392(artefact="
@@ -76,10 +76,3 @@ def artefact_for(path: str, text_model: nn.Module) -> ReTokenArtefact:
         artefact.check(KIND, text_model, path or "the artefact")
         found[key] = ReTokenArtefact.of(artefact, text_model)
     return found[key]
-
-
-@cache
-def _shipped() -> dict[str, Artefact]:
-    """By the model's weights."""
-    files = sorted(_SHIPPED.glob("*.safetensors"))
-    return {artefact.model: artefact for artefact in map(load_artefact, files)}
