@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conduit_kv.embedded import ensure_built, load_embedded
-from conduit_kv.embedded.evaluate import answer, wilson, wrong_images
+from conduit_kv.embedded.evaluate import answer, wrong_images
 from conduit_kv.tasks import get_task, messages
 
 pytestmark = pytest.mark.embedded
@@ -119,12 +119,6 @@ def test_wrong_images_are_other_images() -> None:
     for item, other in zip(items, wrong_images(items), strict=True):
         assert item.sources != other.sources
         assert (item.question, item.answer) == (other.question, other.answer)
-
-
-def test_wilson() -> None:
-    low, high = wilson(0.5, 100)
-    assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
-    assert wilson(1.0, 20)[1] == 1.0
 
 
 def test_curriculum_never_shows_what_is_held_out() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -117,7 +117,7 @@ def retoken(
     batch: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 16,
     depth: Annotated[
         list[float] | None,
-        typer.Option(help="Scored layer as a share of the depth; several are averaged. [0.11 0.14 0.17]"),
+        typer.Option(help="Scored layer, a share of the depth; repeat for more. [0.11 0.14 0.17]"),
     ] = None,
     space: Annotated[str, typer.Option(help="Score against stored values or keys.")] = "value",
     seed: int = 0,
@@ -133,9 +133,9 @@ def retoken(
         raise InputError(f"--space is value or key, not {space!r}")
     from conduit_kv.retrieve import fit as training
 
-    settings = training.Settings(
-        steps, batch, tuple(depth) if depth else training.Settings.depths, "key" if space == "key" else "value", seed=seed
-    )
+    depths = tuple(depth) if depth else training.Settings.depths
+    scored: Literal["value", "key"] = "key" if space == "key" else "value"
+    settings = training.Settings(steps, batch, depths, scored, seed=seed)
     if data == "board":
         known = training.board_data(questions, images, boards, seed)
     else:

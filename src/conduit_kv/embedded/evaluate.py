@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,26 +19,17 @@ from typing import Any
 
 import torch
 
+from conduit_kv.bench.stats import wilson
 from conduit_kv.embedded.build import load_embedded
 from conduit_kv.tasks import Item, Task, get_task, messages
 
-__all__ = ["answer", "evaluate", "wilson", "wrong_images"]
+__all__ = ["answer", "evaluate", "wrong_images"]
 
 TASKS = (
     "easy-vqa", "board", "board-sparse", "board-follow-up", "board-sparse-follow-up",
     "board-list", "board-sparse-list", "haystack-2", "haystack-4", "haystack-8", "haystack-16",
 )  # fmt: skip
 _WITH_WRONG_IMAGE = ("easy-vqa", "board", "board-sparse")
-
-
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval of a share of n."""
-    if n == 0:
-        return 0.0, 1.0
-    middle = share + z * z / (2 * n)
-    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 def wrong_images(items: Sequence[Item]) -> list[Item]:
