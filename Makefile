@@ -1,6 +1,7 @@
 # Each target builds its own environment from pinned files, once, and works offline afterwards.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 ENVS := .envs
+SWEEP ?=  # further options of the sweeps, such as --n 100
 PIP := -m pip --disable-pip-version-check --no-input -q
 
 .PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule retoken reuse soak support-matrix docs clean
@@ -30,18 +31,11 @@ speed: $(ENVS)/demo/ready  ## prefill and decoding against plain Transformers, i
 	$(ENVS)/demo/bin/python benchmarks/tables.py
 
 bench: $(ENVS)/demo/ready  ## the README's headline tables and out/report.html (an hour)
-	@mkdir -p out/headline benchmarks/results/headline
-	for file in $(notdir $(basename $(wildcard benchmarks/headline/*.yaml))); do \
-		$(ENVS)/demo/bin/conduit-kv bench -c benchmarks/headline/$$file.yaml \
-			--json out/headline/$$file.json --workers 2 --threads 1 || exit; \
-		cp out/headline/$$file.json benchmarks/results/headline/; \
-	done
-	$(ENVS)/demo/bin/python benchmarks/tables.py
+	$(call sweeps,headline)
 	$(ENVS)/demo/bin/conduit-kv report out/headline -o out/report.html
 
 usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hours)
-	$(ENVS)/demo/bin/python benchmarks/usage.py --json benchmarks/results/usage.json
-	$(ENVS)/demo/bin/python benchmarks/tables.py
+	$(call sweeps,usage)
 
 kvcapsule: $(ENVS)/demo/ready  ## fit the built-in model's KVCapsule artefact anew, after its adapter
 	$(ENVS)/demo/bin/conduit-kv fit kvcapsule --model embedded --images boards --n 300 \
@@ -81,6 +75,17 @@ ray: $(ENVS)/ray/ready  ## a run on a local Ray cluster, with an actor that dies
 
 clean:
 	rm -rf $(ENVS) out
+
+# Run the sweeps of benchmarks/$(1), going on where they were stopped, and write their tables.
+define sweeps
+	@mkdir -p out/$(1) benchmarks/results/$(1)
+	for file in $(notdir $(basename $(wildcard benchmarks/$(1)/*.yaml))); do \
+		$(ENVS)/demo/bin/conduit-kv bench -c benchmarks/$(1)/$$file.yaml \
+			--json out/$(1)/$$file.json --workers 2 --threads 1 $(SWEEP) || exit; \
+		cp out/$(1)/$$file.json benchmarks/results/$(1)/; \
+	done
+	$(ENVS)/demo/bin/python benchmarks/tables.py
+endef
 
 # -- environments ---------------------------------------------------------------------------------
 

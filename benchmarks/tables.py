@@ -27,32 +27,48 @@ SHARES = ("0.5", "0.2", "0.1", "0.05")
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, section in (("usage", usage), ("speed", speed), ("embedded", embedded)):
+    for name, section in (("speed", speed), ("embedded", embedded)):
         file = RESULTS / f"{name}.json"
         if file.exists():
             text = between(text, name, section(json.loads(file.read_text())))
-    files = sorted((RESULTS / "headline").glob("*.json"))
-    if files:
-        text = between(text, "headline", headline(files))
-    readme.write_text(text)
-    if (RESULTS / "usage.json").exists():
-        found = json.loads((RESULTS / "usage.json").read_text())
+    measured = {"headline": results_in("headline"), "usage": results_in("usage")}
+    if measured["headline"]:
+        text = between(text, "headline", headline(measured["headline"]))
+    if measured["usage"]:
+        found = merged(list(measured["usage"].values()))
+        text = between(text, "usage", usage(found))
         (ROOT / "docs" / "usage.md").write_text(every_plan(found))
+    readme.write_text(text)
 
 
-def headline(files: Sequence[Path]) -> str:
+def results_in(folder: str) -> dict[str, dict[str, Any]]:
+    """Results by the name of the sweep that they are of."""
+    files = sorted((RESULTS / folder).glob("*.json"))
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several: of a plan that is in more than one, the row with most items."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in (row for found in results for row in found["rows"]):
+        key = (row["task"], row["plan"], row["control"])
+        if key not in rows or rows[key]["n"] < row["n"]:
+            rows[key] = row
+    return {"manifest": results[0]["manifest"], "rows": list(rows.values())}
+
+
+def headline(results: dict[str, dict[str, Any]]) -> str:
     """One table per system: its plans, its baselines and the controls on the same items."""
-    found = [(file, json.loads(file.read_text())) for file in files]
     guessed = {
         row["task"]: row
-        for _, content in found
+        for content in results.values()
         for row in content["rows"]
         if row["control"] == "wrong-image" and row["plan"] == "full"
     }
     parts = []
-    for file, content in found:
+    for name, content in results.items():
         rows = [row for row in content["rows"] if row["control"] is None]
-        title = (ROOT / "benchmarks" / "headline" / f"{file.stem}.yaml").read_text()
+        title = (ROOT / "benchmarks" / "headline" / f"{name}.yaml").read_text()
         if not rows or all(row["plan"] == "full" for row in rows):
             continue
         tasks = list(dict.fromkeys(row["task"] for row in rows))
@@ -146,7 +162,7 @@ def every_plan(found: dict[str, Any]) -> str:
     parts = [
         "# Every evict method on every task",
         "",
-        "Written by `python benchmarks/tables.py` from benchmarks/results/usage.json. Accuracy "
+        "Written by `python benchmarks/tables.py` from benchmarks/results/usage. Accuracy "
         "with Wilson's 95 % interval; the difference to the full cache on the same items with its "
         "paired bootstrap interval; the share of answers equal to the full cache's.",
         "",

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-from conduit_kv import PlanError, Store, compress
+from conduit_kv import VLM, PlanError, Store, compress
 from conduit_kv.engine.request import RequestCache
 from conduit_kv.families import family_of
 from tests.contracts.helpers import error, plain_logits, with_cache
 from tests.reuse.byhand import ByHand
 from tests.tiny import FAMILY_NAMES, tiny_inputs, tiny_model
+from tests.tiny.parts import picture
 
 TWO_PASS = (
     "conduit:0.2",
@@ -37,6 +39,11 @@ def run(
         arguments = {k: v for k, v in inputs.items() if k != "attention_mask"}
         logits = model(**arguments, **with_cache(model, cache), logits_to_keep=1).logits[0, -1]
     return logits, cache
+
+
+def asking(images: int) -> list[dict[str, Any]]:
+    content = [{"type": "image"}] * images + [{"type": "text", "text": "What is in this picture?"}]
+    return [{"role": "user", "content": content}]
 
 
 def by_hand(name: str, inputs: Mapping[str, Any], cache: RequestCache) -> ByHand:
@@ -217,6 +224,39 @@ def test_a_hit_is_what_a_miss_computes(name: str) -> None:
     assert cache.reuse is not None
     assert cache.reuse.usage.computed_tokens == 0
     assert torch.equal(found, run(name, "conduit:0.2", other)[0])
+
+
+@pytest.mark.parametrize("plan", ["conduit:0.2", "reuse-all"])
+def test_images_that_changed_places_are_not_mixed_up(plan: str) -> None:
+    """Through one store, each order answers as it does with a store of its own."""
+    vlm, store = VLM(*tiny_model("llava")), Store()
+    pictures = [picture(56, 56, seed) for seed in (1, 2)]
+    found = {}
+    for order in ((0, 1), (1, 0), (0, 0)):
+        shown = [pictures[number] for number in order]
+        inputs = vlm.process(vlm.render(asking(2)), shown)
+        found[order] = vlm.prefill(inputs, plan, store=store)
+        assert torch.equal(found[order].logits, vlm.prefill(inputs, plan, store=Store()).logits)
+    assert not torch.equal(found[0, 1].logits, found[1, 0].logits)
+    assert found[1, 0].cache.reuse.usage.computed_tokens == 0
+    assert found[0, 0].cache.reuse.usage.computed_tokens == 0
+
+
+def test_an_entry_is_shared_by_what_looks_the_same_and_by_nothing_else() -> None:
+    """Modes whose pixels the encoder sees alike are one entry; others are not."""
+    vlm, store = VLM(*tiny_model("llava")), Store()
+    colour = picture(56, 56, 3)
+    grey = colour.convert("L")
+
+    def computed(image: Image.Image) -> int:
+        inputs = vlm.process(vlm.render(asking(1)), [image])
+        return vlm.prefill(inputs, "reuse-all", store=store).cache.reuse.usage.computed_tokens
+
+    assert computed(colour) > 0
+    assert computed(colour.convert("RGBA")) == 0
+    assert computed(grey) > 0
+    assert computed(grey.convert("RGB")) == 0
+    assert computed(colour.transpose(Image.Transpose.ROTATE_90)) > 0
 
 
 def test_decoding_goes_on_from_what_was_refreshed() -> None:
