@@ -267,7 +267,7 @@ def embedded(found: dict[str, Any]) -> str:
             name = f"{row['task']}, {kind}"
             lines.append(_line(name, part["n"], part["accuracy"], *part["interval"], beside))
     head = ["held-out task", "n", "accuracy (95 %)", "with the wrong image"]
-    note = "Greedy answers of the built-in model: `python -m conduit_kv.embedded.evaluate`."
+    note = "Greedy answers of the built-in model: `python benchmarks/embedded.py`."
     return table(head, lines) + "\n\n" + note
 
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
+from benchmarks.embedded import answer, wrong_images
 
 from conduit_kv.embedded import ensure_built, load_embedded
-from conduit_kv.embedded.evaluate import answer, wrong_images
 from conduit_kv.tasks import get_task, messages
 
 pytestmark = pytest.mark.embedded

@@ -1,6 +1,6 @@
 """Measure the embedded model on held-out questions.
 
-    python -m conduit_kv.embedded.evaluate --n 500 --json figures.json
+    python benchmarks/embedded.py --n 500 --json figures.json
 
 Greedy answers of plain Transformers, batched with left padding; with the right image and, for the
 short single-image tasks, with the image of another item. Intervals are Wilson's, 95 %.
@@ -22,8 +22,6 @@ import torch
 from conduit_kv.bench.stats import wilson
 from conduit_kv.embedded.build import load_embedded
 from conduit_kv.tasks import Item, Task, get_task, messages
-
-__all__ = ["answer", "evaluate", "wrong_images"]
 
 TASKS = (
     "easy-vqa", "board", "board-sparse", "board-follow-up", "board-sparse-follow-up",
