@@ -122,6 +122,18 @@ def test_goes_on_after_a_stop(vlm: VLM, tmp_path: Path, asked: list[list[str]]) 
     assert len(asked) == 3
 
 
+def test_two_runs_do_not_go_on_with_one_file(vlm: VLM, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+
+    def second(_: str) -> None:
+        with pytest.raises(InputError, match="another run"):
+            Bench(vlm, settings(), file).run()
+
+    rows = Bench(vlm, settings(), file).run(second)["rows"]
+    assert Bench(vlm, settings(), file).run()["rows"] == rows
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.items.jsonl", "out.json"]
+
+
 def test_more_items_and_plans_ask_only_what_is_new(
     vlm: VLM, tmp_path: Path, asked: list[list[str]]
 ) -> None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
+
+from filelock import FileLock, Timeout
 
 from conduit_kv.bench.protocols import Outcome
 from conduit_kv.errors import InputError
@@ -85,6 +89,31 @@ class Record:
 
     def __len__(self) -> int:
         return len(self._outcomes)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this process goes on with the items; two would each do the work of both.
+
+        Raises
+        ------
+        InputError
+            If another process does.
+        """
+        if self._path is None:
+            yield
+            return
+        lock = FileLock(f"{self._path}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise InputError(
+                f"another run is going on with {self._path}: wait for it, or name another file"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)
 
     def missing(
         self, task: str, control: str | None, item: str, digest: str, plans: list[str]

@@ -222,17 +222,18 @@ class Bench:
             asked, so that nothing runs beside.
         """
         started = time.time()
-        try:
-            self._ask(progress, crew)
-            for part in self._parts:
-                if part.control is None:
-                    self._look(part, progress)
-                    self._time(part, progress)
-        except BaseException:
-            if self.record:
-                self._write(started, complete=False)
-            raise
-        return self._write(started, complete=True)
+        with self.record.alone():
+            try:
+                self._ask(progress, crew)
+                for part in self._parts:
+                    if part.control is None:
+                        self._look(part, progress)
+                        self._time(part, progress)
+            except BaseException:
+                if self.record:
+                    self._write(started, complete=False)
+                raise
+            return self._write(started, complete=True)
 
     def results(self) -> dict[str, Any]:
         """``{"manifest": ..., "rows": [...]}`` of what is known now."""
