@@ -189,7 +189,7 @@ class Stream:
                 **arguments,
             )
         except Answer as answer:
-            return answer
+            return answer.with_traceback(None)  # whose frames would hold on to the request
         raise ModelError(f"layer {number} has no attention of Transformers': nothing can be ranked")
 
     def rotary_of(self, number: int) -> tuple[Tensor, Tensor]:

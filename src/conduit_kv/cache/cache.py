@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -97,3 +99,13 @@ class VisualCache(Cache):  # type: ignore[misc]
             counted.add(storage.data_ptr())
             total[kind] = total.get(kind, 0) + new
         return total
+
+
+def borrowed(cache: VisualCache) -> VisualCache:
+    """The cache, for those that it holds itself.
+
+    A strong reference back would be a cycle, and K and V of a request that has ended would stay
+    until Python looks for cycles: gigabytes, since it counts objects and not their bytes.
+    """
+    proxy = cache if isinstance(cache, weakref.ProxyType) else weakref.proxy(cache)
+    return cast(VisualCache, proxy)

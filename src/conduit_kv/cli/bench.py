@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,8 @@ def bench(
         device=device,
         dtype=dtype,
     )
+    # A stop from outside keeps what is done and ends the workers, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = measure(sweep, json, on_change, threads, ray)
     if rows is not None:
         write_rows(found, rows)

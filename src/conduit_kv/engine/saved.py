@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.digests import checksum
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.plan import Plan
@@ -47,7 +48,7 @@ def save_state(path: str | Path, session: Session) -> None:
             f"a conversation under {cache.plan} is not saved: its images are in the store, and "
             "every question sees them anew"
         )
-    writer = _Writer(skip={id(cache): "cache", id(cache.shelf): "shelf"})
+    writer = _Writer(skip={id(borrowed(cache)): "cache", id(cache.shelf): "shelf"})
     content = {
         "layers": [writer.value(_state_of(layer)) for layer in cache.layers],
         "progress": writer.value(cache.progress),
@@ -116,7 +117,7 @@ def load_state(vlm: Runner, path: str | Path, store: Store | None) -> Session:
     plan = Plan.parse(header["plan"])
     shelf = vlm.shelf(store) if plan.reuse and not plan.reuse.is_identity else None
     cache = Run(vlm.model, vlm.family, plan, shelf=shelf).new_cache()
-    reader = _Reader(tensors, vlm.model.device, {"cache": cache, "shelf": cache.shelf})
+    reader = _Reader(tensors, vlm.model.device, {"cache": borrowed(cache), "shelf": cache.shelf})
     progress = reader.value(content["progress"])
     cache.progress = progress
     for layer, saved in zip(cache.layers, content["layers"], strict=True):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from conduit_kv.budget import Budget
 from conduit_kv.cache import VisualCache, VisualLayer
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.methods.cover import cover_ranks
 from conduit_kv.methods.evict.base import EvictMethod, Scores
 from conduit_kv.methods.evict.select import weakest
@@ -50,6 +51,9 @@ class Eviction:
     _carried: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _features: list[Tensor] = field(default_factory=list)
     _covers: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = borrowed(self.cache)
 
     @property
     def active(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from conduit_kv.cache import VisualCache
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.layout import Layout
 from conduit_kv.methods.flow import Chosen, Flops, FlowMethod
 from conduit_kv.methods.schedule import Schedule
@@ -75,6 +76,9 @@ class Flow:
     contiguous: bool = False
     _due: bool = False
     _heard: dict[int, tuple[list[Tensor], float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = borrowed(self.cache)
 
     def begin(self, stream: Stream, costs: Sequence[Flops]) -> None:
         """Before the first layer of a prefill or turn: make the schedules.

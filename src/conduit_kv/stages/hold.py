@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conduit_kv.cache import Capsule, PackedSegment, Part, VisualCache, VisualLayer
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.methods.hold.base import FULL_BITS, HoldMethod, Scene, Where
 from conduit_kv.methods.hold.windowquant import WindowQuant
 
@@ -48,6 +49,9 @@ class Holding:
     _looked_at: list[int] = field(default_factory=list)
     _turned: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _copies: dict[int, list[list[Piece]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = borrowed(self.cache)
 
     @property
     def active(self) -> bool:

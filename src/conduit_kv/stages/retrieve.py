@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from conduit_kv.cache import VisualCache
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.cache.gathered import GatheredSegment, PagedSegment
 from conduit_kv.cache.segments import Segment
 from conduit_kv.errors import InputError, PlanError
@@ -98,6 +99,9 @@ class Retrieval:
     fill_seconds: float = 0.0
     positions: Tensor = field(default_factory=lambda: torch.empty((1, 0), dtype=torch.long))
     _model: tuple[Family, nn.Module] | None = None
+
+    def __post_init__(self) -> None:
+        self.cache = borrowed(self.cache)
 
     def fork(self, cache: VisualCache) -> Retrieval:
         """This stage's state for a fork of its cache."""

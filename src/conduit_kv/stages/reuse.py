@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conduit_kv.cache import VisualCache, VisualLayer
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.errors import PlanError
 from conduit_kv.families import Family
 from conduit_kv.families.piece import Piece
@@ -122,6 +123,9 @@ class Reuse:
     _turn: _Turn | None = None
     _listening: _Listener | None = None
     _pilot: _Pilot | None = None
+
+    def __post_init__(self) -> None:
+        self.cache = borrowed(self.cache)
 
     def fork(self, cache: VisualCache) -> Reuse:
         """This stage's state for a fork of its cache."""
