@@ -34,8 +34,9 @@ def main() -> None:
     measured = {"headline": results_in("headline"), "usage": results_in("usage")}
     if measured["headline"]:
         text = between(text, "headline", headline(measured["headline"]))
-    if measured["usage"]:
-        found = merged(list(measured["usage"].values()))
+    everything = [*measured["usage"].values(), *measured["headline"].values()]
+    if everything:
+        found = merged(everything)
         text = between(text, "usage", usage(found))
         (ROOT / "docs" / "usage.md").write_text(every_plan(found))
     readme.write_text(text)
@@ -130,6 +131,8 @@ def usage(found: dict[str, Any]) -> str:
             for plan in ranked[:3]:
                 cells = [cell(mine[plan][task]) for task in known]
                 lines.append([share, f"`{plan}`", f"{mean(mine[plan]):.2f}", *cells])
+        if not lines:
+            continue
         head = ["kept", "plan", "mean", *known]
         first = ["1.0", "`full`", f"{mean(full):.2f}" if full else "-"]
         first += [cell(full[task]) if task in full else "-" for task in known]
