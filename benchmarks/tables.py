@@ -163,9 +163,9 @@ def cell(row: dict[str, Any]) -> str:
 def every_plan(found: dict[str, Any]) -> str:
     """All rows, task by task."""
     parts = [
-        "# Every evict method on every task",
+        "# Every plan on every task",
         "",
-        "Written by `python benchmarks/tables.py` from benchmarks/results/usage. Accuracy "
+        "Written by `python benchmarks/tables.py` from benchmarks/results. Accuracy "
         "with Wilson's 95 % interval; the difference to the full cache on the same items with its "
         "paired bootstrap interval; the share of answers equal to the full cache's.",
         "",

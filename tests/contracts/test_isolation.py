@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conduit_kv import VLM, InputError, PlanError, Sampling, compress
+from conduit_kv.cache.cache import borrowed
 from conduit_kv.methods.evict.snapkv import SnapKv
 from conduit_kv.plan import Plan
 from conduit_kv.stages.evict import Eviction
@@ -466,7 +467,7 @@ def test_the_eviction_of_a_fork_is_its_own():
     fork = run.cache.fork()
     expected = converse(model, "tova:0.4", [*parts, tokens(71), tokens(72)])
     converse(model, "tova:0.4", [tokens(90), tokens(91), turn("llava", 1)], cache=fork)
-    assert isinstance(fork.eviction, Eviction) and fork.eviction.cache is fork
+    assert isinstance(fork.eviction, Eviction) and fork.eviction.cache is borrowed(fork)
     again = converse(model, "tova:0.4", [tokens(71), tokens(72)], cache=run.cache)
     assert torch.equal(again.logits, expected.logits[-2:])
     assert same_held(again.held, expected.held)
