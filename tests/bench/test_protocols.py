@@ -6,7 +6,7 @@ import torch
 from conduit_kv.bench.protocols import PROTOCOLS, answer, measure, prompt_of
 from conduit_kv.engine.runner import State
 from conduit_kv.engine.vlm import VLM
-from conduit_kv.errors import InputError
+from conduit_kv.errors import InputError, PlanError
 from conduit_kv.methods import registry
 from conduit_kv.methods.evict import EvictMethod
 from conduit_kv.plan import Plan
@@ -161,3 +161,23 @@ def test_an_answer_says_what_its_prefill_ran(vlm: VLM) -> None:
     assert full.prefill_flops == full.full_flops == routed.full_flops
     assert routed.active_visual == pytest.approx(0.5 * full.total_visual, abs=1)
     assert routed.prefill_flops < full.prefill_flops
+
+
+@pytest.mark.parametrize("text", ["random-select:3", "conduit:0.3", "pdrop:0.6", "nuwa-reduce:0.5"])
+def test_every_stage_is_applied(vlm: VLM, text: str) -> None:
+    """Whatever the stage, a plan among others does what it does alone."""
+    item, plan = item_of("short"), Plan.of(text)
+    prompt = prompt_of(vlm, item, "short")
+    _, outcome = answer(vlm, prompt, [Plan.of("full"), plan])
+    said, kept = alone(vlm, item, "short", plan)
+    assert outcome.text == said
+    assert outcome.kept_visual == kept.report.sequences[0].kept_visual
+    if plan.retrieve is not None:
+        assert outcome.kept_visual == 3
+
+
+def test_a_prefill_is_watched_by_plans_that_begin_like_it(vlm: VLM) -> None:
+    head = prompt_of(vlm, item_of("short"), "short").head
+    for text in ("random-select:3", "conduit:0.3", "pdrop:0.6", "nuwa-reduce:0.5"):
+        with pytest.raises(PlanError, match="cannot be watched"):
+            vlm.prefill(head, "full", watch=[Plan.of(text)])

@@ -53,7 +53,7 @@ PROTOCOLS = {
 }
 """What each protocol does, for the manifest."""
 
-_BEFORE = ("reuse", "reduce", "route")
+_BEFORE = ("reuse", "reduce", "route", "retrieve")
 """Stages that shape the prefill itself."""
 
 
@@ -223,7 +223,7 @@ def answer(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[Outcome]:
 
 
 def forks_of(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[State]:
-    """One prefill per distinct beginning of a plan, forked for the stages from evict on."""
+    """One prefill per distinct beginning of a plan, forked for the evict and hold stages."""
     from conduit_kv.plan import Plan
 
     shared: dict[Plan, list[int]] = {}

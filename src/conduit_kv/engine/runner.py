@@ -264,6 +264,12 @@ class Runner:
             Where a reuse stage keeps images; :attr:`store` by default.
         """
         plan = Plan.of(plan)
+        for other in watch:
+            if _beginning(other) != _beginning(plan):
+                raise PlanError(
+                    f"a prefill under {plan} cannot be watched under {other}: only their evict and "
+                    "hold stages may differ"
+                )
         shelf = self.shelf(store) if plan.takes_entries else None
         run = Run(self.model, self.family, plan, chunk, evict, shelf)
         cache = run.new_cache()
@@ -378,3 +384,8 @@ class Runner:
                 break
             self.step([states[row] for row in open_rows], [chosen[row] for row in open_rows])
         return answers
+
+
+def _beginning(plan: Plan) -> tuple[Method, ...]:
+    """What a plan does to a prefill itself."""
+    return tuple(m for m in plan if m.stage not in ("evict", "hold") and not m.is_identity)
