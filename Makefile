@@ -30,9 +30,9 @@ speed: $(ENVS)/demo/ready  ## prefill and decoding against plain Transformers, i
 	$(ENVS)/demo/bin/python benchmarks/speed.py --json benchmarks/results/speed.json
 	$(ENVS)/demo/bin/python benchmarks/tables.py
 
-bench: $(ENVS)/demo/ready  ## the README's headline tables and out/report.html (an hour)
+bench: $(ENVS)/demo/ready $(ENVS)/test/ready  ## the headline tables and out/report.html (an hour)
 	$(call sweeps,headline)
-	$(ENVS)/demo/bin/conduit-kv report out/headline -o out/report.html
+	$(ENVS)/test/bin/conduit-kv report out/headline -o out/report.html
 
 usage: $(ENVS)/demo/ready  ## the usage table: which plan suits which usage (hours)
 	$(call sweeps,usage)
