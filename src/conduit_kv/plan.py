@@ -124,6 +124,13 @@ class Plan:
                    for method in (self.reuse, self.retrieve))  # fmt: skip
 
     @property
+    def beginning(self) -> Plan:
+        """What shapes a prefill itself: all but evict and hold, which act on what it leaves."""
+        return Plan(
+            tuple(m for m in self if m.stage not in ("evict", "hold") and not m.is_identity)
+        )
+
+    @property
     def is_identity(self) -> bool:
         """Whether no method does anything, so that the plain path is taken."""
         return all(method.is_identity for method in self.methods)

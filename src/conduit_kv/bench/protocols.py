@@ -53,9 +53,6 @@ PROTOCOLS = {
 }
 """What each protocol does, for the manifest."""
 
-_BEFORE = ("reuse", "reduce", "route", "retrieve")
-"""Stages that shape the prefill itself."""
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -224,11 +221,9 @@ def answer(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[Outcome]:
 
 def forks_of(vlm: VLM, prompt: Prompt, plans: Sequence[Plan]) -> list[State]:
     """One prefill per distinct beginning of a plan, forked for the evict and hold stages."""
-    from conduit_kv.plan import Plan
-
     shared: dict[Plan, list[int]] = {}
     for number, plan in enumerate(plans):
-        shared.setdefault(Plan(tuple(m for m in plan if m.stage in _BEFORE)), []).append(number)
+        shared.setdefault(plan.beginning, []).append(number)
     forks: dict[int, State] = {}
     for beginning, numbers in shared.items():
         mine = [plans[number] for number in numbers]

@@ -265,7 +265,7 @@ class Runner:
         """
         plan = Plan.of(plan)
         for other in watch:
-            if _beginning(other) != _beginning(plan):
+            if other.beginning != plan.beginning:
                 raise PlanError(
                     f"a prefill under {plan} cannot be watched under {other}: only their evict and "
                     "hold stages may differ"
@@ -384,8 +384,3 @@ class Runner:
                 break
             self.step([states[row] for row in open_rows], [chosen[row] for row in open_rows])
         return answers
-
-
-def _beginning(plan: Plan) -> tuple[Method, ...]:
-    """What a plan does to a prefill itself."""
-    return tuple(m for m in plan if m.stage not in ("evict", "hold") and not m.is_identity)

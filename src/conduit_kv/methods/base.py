@@ -10,10 +10,13 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from conduit_kv.budget import Budget
 from conduit_kv.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 STAGES = ("reuse", "reduce", "route", "evict", "hold", "retrieve")
 """The six places where a method can act, in the order of a visual token's life."""
@@ -83,6 +86,9 @@ class Method:
 
     def check_beside(self, others: Sequence[Method]) -> None:
         """Raise PlanError if it cannot act beside the plan's other methods."""
+
+    def check_model(self, text_model: nn.Module) -> None:
+        """Raise PlanError if it cannot act on a model."""
 
     @classmethod
     def takes_budget(cls) -> bool:

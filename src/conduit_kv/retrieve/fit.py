@@ -540,9 +540,9 @@ class Trainer:
         some = self._prompt(self.data.examples[0].question)
         embeddings = self._embed.weight.detach()
         start = embeddings[int(some[-1])]
-        attention: Any = self.text_model.config
-        kv_heads = attention.num_key_value_heads
-        heads = (len(self.layers), kv_heads, attention.num_attention_heads // kv_heads)
+        config: Any = self.text_model.config
+        kv_heads = config.num_key_value_heads
+        heads = (len(self.layers), kv_heads, config.num_attention_heads // kv_heads)
         return _Token(start, embeddings.float().std(), heads).to(embeddings.device)
 
     def _identity(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Retrieval:
         start = len(self.ids)
         if len(ids) > 1:
             check_layers(run.family, run.model, "retrieve")
-            self.method.prepare(text_model)
+            self.method.check_model(text_model)
         if layout.grids:
             began = time.perf_counter()
             base = self.bank.images[-1] + 1 if self.bank.images else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conduit_kv.cache.codec import BITS
 from conduit_kv.cache.packed import Quantised, Store
@@ -79,9 +79,6 @@ class HoldMethod(Method):
 
         :data:`FULL_BITS` leaves a token alone. Text is left alone unless a method says otherwise.
         """
-
-    def check_model(self, text_model: nn.Module) -> None:
-        """Raise PlanError if it cannot act on a model."""
 
     @abstractmethod
     def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:

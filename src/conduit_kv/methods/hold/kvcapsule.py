@@ -149,8 +149,10 @@ class KvCapsule(Blocks):
         return self.moments().block
 
     def check_model(self, text_model: nn.Module) -> None:
+        from conduit_kv.capsule.moments import KIND
+
         if not self.is_identity:
-            self.load().check("kvcapsule", text_model, self.artefact or "the artefact")
+            self.load().check(KIND, text_model, self.artefact or "the artefact")
 
     def parts(self, where: Where, keys: Tensor) -> BlockParts:
         artefact = self.load()

@@ -86,9 +86,6 @@ class RetrieveMethod(Method):
         """
         return min(candidates, max(1, self.budget.total([candidates], bytes_per_token or 1.0)))
 
-    def prepare(self, text_model: nn.Module) -> None:
-        """Raise PlanError if the method lacks something on this model."""
-
     def reads(self, layers: int, text_model: nn.Module) -> Sequence[Part] | None:
         """What :meth:`rank` reads of each unit, of a model with so many layers.
 

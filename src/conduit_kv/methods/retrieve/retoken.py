@@ -54,7 +54,7 @@ class ReToken(RetrieveMethod):
     artefact: str = ""
     heads: Literal["mean", "union"] = "mean"
 
-    def prepare(self, text_model: nn.Module) -> None:
+    def check_model(self, text_model: nn.Module) -> None:
         artefact_for(self.artefact, text_model)
 
     def reads(self, layers: int, text_model: nn.Module) -> Sequence[Part]:
