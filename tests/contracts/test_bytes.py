@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conduit_kv import VLM, compress
+from conduit_kv import VLM, Store, compress
 from conduit_kv.cache import VisualLayer
+from conduit_kv.cache.capsule import BlockParts
 from conduit_kv.engine.report import Report
 from conduit_kv.families import Family
 from conduit_kv.plan import Plan
@@ -29,8 +30,9 @@ from tests.contracts.test_reference import conversation
 from tests.tiny import FAMILY_NAMES, tiny_model
 
 FLOAT = 4
-CODE = (nn.Module, Plan, Family, type)
-"""What a cache refers to without holding it for its request."""
+SHARED = (nn.Module, Plan, Family, Store, BlockParts, type)
+"""What a cache refers to without holding it for its request: code, a store of images, what was
+learned for a model."""
 
 
 def reachable(thing) -> int:
@@ -40,7 +42,7 @@ def reachable(thing) -> int:
     waiting = [thing]
     while waiting:
         current = waiting.pop()
-        if id(current) in seen or isinstance(current, CODE):
+        if id(current) in seen or isinstance(current, SHARED):
             continue
         seen.add(id(current))
         if isinstance(current, Tensor):
