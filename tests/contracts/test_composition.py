@@ -11,7 +11,6 @@ from conduit_kv import VLM, PlanError, Store
 from conduit_kv.cache import PackedSegment
 from conduit_kv.engine.report import Report
 from conduit_kv.methods.base import STAGES, registry
-from conduit_kv.plan import Plan
 from tests.contracts.helpers import EVICT, as_it_was, plan_of, same_held
 from tests.contracts.helpers import held as tokens_held
 from tests.contracts.test_bytes import reachable
