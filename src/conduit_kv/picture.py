@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from conduit_kv.cache import PackedSegment
 from conduit_kv.errors import InputError
+from conduit_kv.methods.hold.base import FULL_BITS
 from conduit_kv.stages.flow import RUNS, WAITS, activity
 
 if TYPE_CHECKING:
@@ -52,12 +54,16 @@ class Retention:
     ran : numpy array or None
         ``[layers, T]`` int8: whether each token was gone, waited or ran while the prompt ran
         (:func:`conduit_kv.stages.flow.activity`); None if all of them ran everywhere.
+    bits : numpy array or None
+        ``[layers, T]`` float32: bits per number in which each token is held, mean over the KV heads
+        that hold it, 0 where none does; None if nothing is packed.
     """
 
     plan: str
     layout: Layout
     held: np.ndarray
     ran: np.ndarray | None = None
+    bits: np.ndarray | None = None
 
     @staticmethod
     def of(cache: RequestCache, row: int = 0) -> Retention:
@@ -69,7 +75,8 @@ class Retention:
             for head in heads:
                 held[number, layer.held(row, head).numpy()] += 1 / len(heads)
         ran = activity(cache.flows, len(cache), layout, row).numpy() if cache.flows else None
-        return Retention(str(cache.plan), layout, held.clip(0.0, 1.0), ran)
+        bits = _bits(cache, row, len(layout))
+        return Retention(str(cache.plan), layout, held.clip(0.0, 1.0), ran, bits)
 
     @property
     def layers(self) -> int:
@@ -165,6 +172,24 @@ def draw_retention(
     return target
 
 
+def _bits(cache: RequestCache, row: int, tokens: int) -> np.ndarray | None:
+    """:attr:`Retention.bits` of a sequence."""
+    if not any(isinstance(segment, PackedSegment) for layer in cache for segment in layer.frozen):
+        return None
+    total, heads = (np.zeros((len(cache), tokens), dtype=np.float32) for _ in range(2))
+    for number, layer in enumerate(cache):
+        for head in range(layer.kv_heads):
+            level = np.zeros(tokens, dtype=np.float32)
+            level[layer.held(row, head).numpy()] = FULL_BITS
+            for segment in layer.frozen:
+                part = segment.part(row, head) if isinstance(segment, PackedSegment) else None
+                if part is not None:
+                    level[segment.held(row, head).numpy()] = part.store.bits
+            total[number] += level
+            heads[number] += level > 0
+    return total / heads.clip(1)
+
+
 def _retentions(source: Retention | RequestCache | Sequence[Retention]) -> list[Retention]:
     from conduit_kv.engine.request import RequestCache
 
@@ -222,6 +247,9 @@ def _draw(retention: Retention, pictures: Sequence[Image.Image], small: bool) ->
     for number in range(len(retention.layout.grids) if retention.stages() else 0):
         picture = pictures[number] if number < len(pictures) else None
         blocks.append(_stage_block(retention, number, picture))
+    for number in range(len(retention.layout.grids) if retention.bits is not None else 0):
+        picture = pictures[number] if number < len(pictures) else None
+        blocks.append(_bits_block(retention, number, picture))
     blocks.append(_heat_map(retention, small))
     canvas = Image.new("RGB", (_WIDTH, sum(b.height for b in blocks) + _MARGIN), _PAPER)
     top = 0
@@ -239,76 +267,108 @@ def _title(plan: str, line: str) -> Image.Image:
     return block
 
 
+@dataclass(frozen=True)
+class _Panel:
+    """A small picture with what stands below it, on the left and on the right."""
+
+    picture: Image.Image
+    left: str
+    right: str
+
+
+def _panels(line: str, panels: Sequence[_Panel], per_row: int = _PER_ROW) -> Image.Image:
+    """Panels of one size in rows, under a line of text if there is one."""
+    width, height = panels[0].picture.size
+    head = 30 if line else 4
+    rows = -(-len(panels) // per_row)
+    block = Image.new("RGB", (_WIDTH, head + rows * (height + _LABEL + _GAP)), _PAPER)
+    draw = ImageDraw.Draw(block)
+    draw.text((_MARGIN, 6), line, fill=_INK, font=_font(14))
+    for number, panel in enumerate(panels):
+        x = _MARGIN + (number % per_row) * (_PANEL + _GAP)
+        y = head + (number // per_row) * (height + _LABEL + _GAP)
+        block.paste(panel.picture, (x, y))
+        draw.rectangle((x, y, x + width - 1, y + height - 1), outline=_LINE)
+        below = y + height + 3
+        draw.text((x, below), panel.left, fill=_INK, font=_font(12))
+        end = x + width - draw.textlength(panel.right, font=_font(12))
+        draw.text((end, below), panel.right, fill=_FAINT, font=_font(12))
+    return block
+
+
+def _named(layers: slice) -> str:
+    one = layers.stop - layers.start == 1
+    return f"layer {layers.start}" if one else f"layers {layers.start}-{layers.stop - 1}"
+
+
+def _fitted(retention: Retention, image: int, picture: Image.Image | None) -> Image.Image:
+    """The picture at a panel's size, or grey where there is none."""
+    if picture is None:
+        grid = retention.layout.grids[image]
+        picture = Image.new("RGB", (grid.columns * 8, grid.rows * 8), (168, 172, 180))
+    return picture.resize(_fit(picture.size))
+
+
 def _image_block(
     retention: Retention, image: int, picture: Image.Image | None, small: bool
 ) -> Image.Image:
+    """An image by groups of layers: what they hold of it."""
     many = len(retention.layout.grids) > 1
     groups = _groups(retention.layers, _PER_ROW if many or small else 2 * _PER_ROW)
-    grid = retention.layout.grids[image]
-    if picture is None:
-        picture = Image.new("RGB", (grid.columns * 8, grid.rows * 8), (168, 172, 180))
-    shape = _fit(picture.size)
+    fitted = _fitted(retention, image, picture)
+    mine = retention._of(image)
+    tokens = int(mine.sum())
+    panels = []
+    for layers in groups:
+        kept = float(retention.held[layers][:, mine].sum(1).mean())
+        panel = _darkened(fitted, retention.map(image, layers))
+        panels.append(_Panel(panel, _named(layers), f"{100 * kept / max(tokens, 1):.0f} %"))
+    line = f"image {image + 1}: {retention.kept(image):.1f} of {tokens} kept" if many else ""
     rows = -(-len(groups) // _PER_ROW)
-    per_row = -(-len(groups) // rows)
-    head = 26 if many else 4
-    block = Image.new("RGB", (_WIDTH, head + rows * (shape[1] + _LABEL + _GAP)), _PAPER)
-    draw = ImageDraw.Draw(block)
-    tokens = int((retention.layout.image == image).sum())
-    if many:
-        line = f"image {image + 1}: {retention.kept(image):.1f} of {tokens} kept"
-        draw.text((_MARGIN, 4), line, fill=_INK, font=_font(14))
-    for number, layers in enumerate(groups):
-        left = _MARGIN + (number % per_row) * (_PANEL + _GAP)
-        top = head + (number // per_row) * (shape[1] + _LABEL + _GAP)
-        share = retention.map(image, layers)
-        block.paste(_darkened(picture.resize(shape), share), (left, top))
-        draw.rectangle((left, top, left + shape[0] - 1, top + shape[1] - 1), outline=_LINE)
-        kept = float(retention.held[layers][:, retention._of(image)].sum(1).mean())
-        name = f"layer {layers.start}"
-        if layers.stop - layers.start > 1:
-            name = f"layers {layers.start}-{layers.stop - 1}"
-        draw.text((left, top + shape[1] + 3), name, fill=_INK, font=_font(12))
-        right = f"{100 * kept / max(tokens, 1):.0f} %"
-        width = draw.textlength(right, font=_font(12))
-        draw.text((left + shape[0] - width, top + shape[1] + 3), right, fill=_FAINT, font=_font(12))
-    return block
+    return _panels(line, panels, -(-len(groups) // rows))
 
 
 def _stage_block(retention: Retention, image: int, picture: Image.Image | None) -> Image.Image:
     """An image stage by stage of the prefill: what ran, what waited, what came back."""
-    ran, stages = cast("np.ndarray", retention.ran), retention.stages()
-    if picture is None:
-        grid = retention.layout.grids[image]
-        picture = Image.new("RGB", (grid.columns * 8, grid.rows * 8), (168, 172, 180))
-    shape = _fit(picture.size)
-    rows = -(-len(stages) // _PER_ROW)
-    head = 30
-    block = Image.new("RGB", (_WIDTH, head + rows * (shape[1] + _LABEL + _GAP)), _PAPER)
-    draw = ImageDraw.Draw(block)
-    line = f"image {image + 1} while the prompt ran. Dim: waits. Dark: gone. Green: came back"
-    draw.text((_MARGIN, 6), line, fill=_INK, font=_font(14))
+    ran = cast("np.ndarray", retention.ran)
+    fitted = _fitted(retention, image, picture)
     before = np.full(ran.shape[1], RUNS)
     mine = retention._of(image)
-    for number, layers in enumerate(stages):
+    panels = []
+    for layers in retention.stages():
         now = ran[layers.start]
-        left = _MARGIN + (number % _PER_ROW) * (_PANEL + _GAP)
-        top = head + (number // _PER_ROW) * (shape[1] + _LABEL + _GAP)
         light = np.choose(now, [0.0, 0.12, 1.0])
-        panel = _darkened(picture.resize(shape), retention.cells(image, light))
+        panel = _darkened(fitted, retention.cells(image, light))
         back = retention.cells(image, (now == RUNS) & (before == WAITS))
         tint = Image.fromarray((back * 110).astype(np.uint8)).resize(
-            shape, Image.Resampling.NEAREST
+            fitted.size, Image.Resampling.NEAREST
         )
-        panel.paste(Image.new("RGB", shape, _BACK), (0, 0), tint)
-        block.paste(panel, (left, top))
-        draw.rectangle((left, top, left + shape[0] - 1, top + shape[1] - 1), outline=_LINE)
-        name = f"layers {layers.start}-{layers.stop - 1}"
-        draw.text((left, top + shape[1] + 3), name, fill=_INK, font=_font(12))
+        panel.paste(Image.new("RGB", fitted.size, _BACK), (0, 0), tint)
         share = f"{int((now[mine] == RUNS).sum())} of {int(mine.sum())}"
-        width = draw.textlength(share, font=_font(12))
-        draw.text((left + shape[0] - width, top + shape[1] + 3), share, fill=_FAINT, font=_font(12))
+        panels.append(_Panel(panel, _named(layers), share))
         before = now
-    return block
+    line = f"image {image + 1} while the prompt ran. Dim: waits. Dark: gone. Green: came back"
+    return _panels(line, panels)
+
+
+def _bits_block(retention: Retention, image: int, picture: Image.Image | None) -> Image.Image:
+    """An image by groups of layers: in how many bits its tokens are held."""
+    bits = cast("np.ndarray", retention.bits)
+    fitted = _fitted(retention, image, picture)
+    mine = retention._of(image)
+    panels = []
+    for layers in _groups(retention.layers, _PER_ROW):
+        part = bits[layers]
+        mean = np.divide(part.sum(0), (part > 0).sum(0).clip(1))
+        # A bit more is as much at 2 as at 8: twice the bits are one step of light.
+        light = np.log2(mean.clip(1.0)) / np.log2(FULL_BITS)
+        panel = _darkened(fitted, retention.cells(image, light))
+        held = part[:, mine]
+        average = held.sum() / max(int((held > 0).sum()), 1)
+        panels.append(_Panel(panel, _named(layers), f"{average:.2f} bits"))
+    levels = sorted({int(level) for level in np.unique(bits[:, mine]) if level > 0})
+    line = f"image {image + 1} in bits, the brighter the more: " + ", ".join(map(str, levels))
+    return _panels(line, panels)
 
 
 def _fit(size: tuple[int, int]) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from PIL import Image
 from conduit_kv.engine.vlm import VLM
 from conduit_kv.errors import InputError
 from conduit_kv.layout import Grid, Layout, View
-from conduit_kv.picture import Retention, draw_retention
+from conduit_kv.picture import Retention, _bits_block, draw_retention
 from conduit_kv.stages.flow import GONE, RUNS, WAITS
+from conduit_kv.stages.hold import average_bits
 from tests.tiny import tiny_inputs, tiny_model
 
 
@@ -161,3 +162,23 @@ def test_what_came_back_is_green(tmp_path: Path) -> None:
     ]
     assert greens[0] == 0
     assert abs(greens[1] / 150**2 - 8 / 16) < 0.02  # one panel is 150 pixels wide
+
+
+def test_bits_of_windows(tmp_path: Path) -> None:
+    """Rows that hold more bits are the brighter ones, and their mean is the report's."""
+    vlm = VLM(*tiny_model("llava"))
+    state = vlm.prefill(tiny_inputs("llava"), "windowquant:3(tolerance=0)")
+    found = Retention.of(state.cache)
+    assert found.bits is not None
+    visual = found.layout.visual.numpy()
+    assert (found.bits[:, ~visual] == 16).all()
+    assert found.bits[:, visual].mean() == pytest.approx(average_bits(state.cache))
+    light = Image.new("RGB", (56, 56), (255, 255, 255))
+    block = _bits_block(found, 0, light)
+    rows = found.cells(0, found.bits.mean(0)).mean(1)
+    assert len(set(rows.tolist())) > 1
+    pixels = np.asarray(block.convert("L"), dtype=float)[34:176, 28:170]
+    shown = np.array([part.mean() for part in np.array_split(pixels, len(rows))])
+    assert shown[rows == rows.max()].min() > shown[rows == rows.min()].max() + 10
+    assert Retention.of(vlm.prefill(tiny_inputs("llava"), "full").cache).bits is None
+    draw_retention(state.cache, [light], tmp_path / "bits.png")
