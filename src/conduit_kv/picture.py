@@ -187,7 +187,8 @@ def _bits(cache: RequestCache, row: int, tokens: int) -> np.ndarray | None:
                     level[segment.held(row, head).numpy()] = part.store.bits
             total[number] += level
             heads[number] += level > 0
-    return total / heads.clip(1)
+    bits: np.ndarray = total / heads.clip(1)
+    return bits
 
 
 def _retentions(source: Retention | RequestCache | Sequence[Retention]) -> list[Retention]:
