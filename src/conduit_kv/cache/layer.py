@@ -254,7 +254,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def held(self, row: int, head: int) -> Tensor:
         """``[S]`` int64 ascending: the tokens that a sequence's KV head holds."""
-        return _in_order([segment.held(row, head) for segment in self.segments])[0]
+        return _in_order(self.segments, row, head)[0]
 
     def read(
         self, row: int, heads: Sequence[int], *, packed: bool = True
@@ -268,7 +268,7 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             the model's own type.
         """
         segments = self.segments if packed else self._loose
-        tokens, order = _in_order([segment.held(row, heads[0]) for segment in segments])
+        tokens, order = _in_order(segments, row, heads[0])
         if len(segments) == 1 and self.tail is not None and not self.tail.holes and not self.frozen:
             keys, values = self.tail.keys[row], self.tail.values[row]
             if len(heads) != self.kv_heads:
@@ -439,9 +439,12 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
             yield from segment.tensors()
 
 
-def _in_order(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Tokens of several segments ascending, and the order that makes them so if it is needed."""
-    tokens = torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.long)
+def _in_order(segments: Sequence[Segment], row: int, head: int) -> tuple[Tensor, Tensor | None]:
+    """Tokens that segments hold, ascending, and the order that makes them so if it is needed."""
+    parts = [segment.held(row, head) for segment in segments]
+    if len(segments) == 1 and isinstance(segments[0], DenseSegment):
+        return parts[0], None  # its slots lie in the order of the sequence
+    tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
     if len(tokens) < 2 or bool((tokens.diff() > 0).all()):
         return tokens, None
     tokens, order = tokens.sort()
