@@ -213,11 +213,11 @@ def test_a_hit_is_what_a_miss_computes(name: str) -> None:
     first = tiny_inputs(name, n_images=(3,))
     cold, cache = run(name, "conduit:0.2", first, store)
     assert cache.reuse is not None
-    assert cache.reuse.usage.cached_tokens == 0
+    assert cache.reuse.usage.cached_image_tokens == 0
     warm, cache = run(name, "conduit:0.2", first, store)
     assert cache.reuse is not None
     assert cache.reuse.usage.computed_tokens == 0
-    assert cache.reuse.usage.cached_tokens == cache.reuse.usage.image_tokens
+    assert cache.reuse.usage.cached_image_tokens == cache.reuse.usage.image_tokens
     assert torch.equal(cold, warm)
     other = tiny_inputs(name, n_images=(2,), text=("What ", " is that and ", " please?"))
     found, cache = run(name, "conduit:0.2", other, store)
