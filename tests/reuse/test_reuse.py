@@ -283,7 +283,10 @@ def test_decoding_goes_on_from_what_was_refreshed() -> None:
 def test_what_cannot_be_done_is_said_before_anything_runs() -> None:
     model, processor = tiny_model("llava")
     batch = tiny_inputs("llava", n_images=(1, 1))
-    with compress(model, "conduit:0.2", processor=processor), pytest.raises(PlanError, match="one"):
+    with (
+        compress(model, "conduit:0.2", processor=processor),
+        pytest.raises(PlanError, match="run them one by one"),
+    ):
         model(**batch)
     one = tiny_inputs("llava", n_images=(1,))
     with compress(model, "conduit:0.2"), pytest.raises(PlanError, match="context=none"):

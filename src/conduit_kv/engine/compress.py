@@ -205,8 +205,9 @@ class Run:
         brought = cache.retrieval is not None or any(layout.grids for layout in layouts)
         if taking is not None and brought and len(rows) > 1:
             raise PlanError(
-                f"{taking.method} takes one prompt at a time, not {len(rows)}: run them one "
-                "by one, and decode_together() them"
+                f"{taking.method} takes one prompt at a time, not {len(rows)} (beams are prompts "
+                "too): run them one by one without beams; VLM.decode_together() answers several "
+                "as one batch"
             )
         if cache.retrieval is not None:
             relative_ids = positions[0] - int(starts[0])
