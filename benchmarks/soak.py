@@ -84,7 +84,7 @@ def main() -> int:
                 mine, other = state.cache.reuse, fresh.cache.reuse
                 if mine is None or other is None:
                     raise SystemExit(f"{plan} has no reuse stage")
-                hits += mine.usage.cached_tokens
+                hits += mine.usage.cached_image_tokens
                 images += mine.usage.image_tokens
                 if not torch.equal(mine.refreshed, other.refreshed):
                     problems.append(f"request {number}: other tokens refreshed")

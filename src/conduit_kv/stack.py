@@ -288,19 +288,21 @@ def run_stack(
     chunk : int or None
         Run at most so many columns at a time within each layer.
     evict : bool
-        Whether the step ends a prefill or a turn. A single column is a decoding step.
+        Whether the step ends a prefill or a turn. A single column is a decoding step, unless it is
+        a pass of a turn that is run in several.
     """
     progress = cache.progress
     columns = embeddings.shape[1]
     progress.step_tokens = progress.step_tokens.to(embeddings.device)
-    deciding = evict and columns > 1 and cache.scores_turns
-    decoding = columns == 1 and cache.scores_steps
-    if columns > 1:
+    turn = columns > 1 or cache.in_passes
+    deciding = evict and turn and cache.scores_turns
+    decoding = not turn and cache.scores_steps
+    if turn:
         cache.take_in(embeddings)
     if deciding:
         cache.begin()
     stream = Stream(family, text_model, cache, embeddings, position_ids, features, chunk)
-    routing = columns > 1 and cache.routes_turns
+    routing = turn and cache.routes_turns
     step = Step(cache)
     states = [embeddings] if output_hidden_states else []
     with attending(text_model):

@@ -107,6 +107,9 @@ def test_bad_plan(plan: str, says: str, run: Run, loads: list[str], good: Path) 
         (["--picture", "a.txt"], ".png"),
         (["--nothing"], "--nothing"),
         (["--threads", "0"], "threads"),
+        (["--store", "new"], "reuses no images"),
+        (["--store", "new", "--plan", "conduit:1.0"], "leave --store out"),
+        (["--tenant", "me", "--plan", "conduit:0.1"], "add --store"),
     ],
 )
 def test_bad_option(options: list[str], says: str, run: Run, loads: list[str], good: Path) -> None:

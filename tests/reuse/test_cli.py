@@ -48,7 +48,7 @@ def test_a_folder_is_warmed_once_and_asked_later(
     asked = ["ask", "What is this?", "-i", str(pictures / "b.png"), "--plan", "conduit:0.2"]
     assert main([*asked, "--store", store, "--max-new-tokens", "3"]) == 0
     out = capsys.readouterr()
-    assert "1 image(s)" in out.out
+    assert "1 entry" in out.out
     assert "from disk" in out.out.replace("\n", " ")
     assert main(["store", "ls", store]) == 0
     assert "2 x" in capsys.readouterr().out

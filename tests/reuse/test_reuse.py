@@ -213,11 +213,11 @@ def test_a_hit_is_what_a_miss_computes(name: str) -> None:
     first = tiny_inputs(name, n_images=(3,))
     cold, cache = run(name, "conduit:0.2", first, store)
     assert cache.reuse is not None
-    assert cache.reuse.usage.cached_tokens == 0
+    assert cache.reuse.usage.cached_image_tokens == 0
     warm, cache = run(name, "conduit:0.2", first, store)
     assert cache.reuse is not None
     assert cache.reuse.usage.computed_tokens == 0
-    assert cache.reuse.usage.cached_tokens == cache.reuse.usage.image_tokens
+    assert cache.reuse.usage.cached_image_tokens == cache.reuse.usage.image_tokens
     assert torch.equal(cold, warm)
     other = tiny_inputs(name, n_images=(2,), text=("What ", " is that and ", " please?"))
     found, cache = run(name, "conduit:0.2", other, store)
@@ -283,7 +283,10 @@ def test_decoding_goes_on_from_what_was_refreshed() -> None:
 def test_what_cannot_be_done_is_said_before_anything_runs() -> None:
     model, processor = tiny_model("llava")
     batch = tiny_inputs("llava", n_images=(1, 1))
-    with compress(model, "conduit:0.2", processor=processor), pytest.raises(PlanError, match="one"):
+    with (
+        compress(model, "conduit:0.2", processor=processor),
+        pytest.raises(PlanError, match="run them one by one"),
+    ):
         model(**batch)
     one = tiny_inputs("llava", n_images=(1,))
     with compress(model, "conduit:0.2"), pytest.raises(PlanError, match="context=none"):

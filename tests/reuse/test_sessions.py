@@ -41,13 +41,13 @@ def test_a_new_image_in_a_later_turn_invalidates_nothing(name: str) -> None:
     turns(session, 3)
     usage = session.report.reuse
     assert usage is not None
-    assert usage.cached_tokens == 0
+    assert usage.cached_image_tokens == 0
     assert usage.computed_tokens == usage.image_tokens
     before = usage.image_tokens
     turns(session, 1, start=3)  # the first turn's image again
     usage = session.report.reuse
     assert usage is not None
-    assert usage.cached_tokens == usage.image_tokens - before > 0
+    assert usage.cached_image_tokens == usage.image_tokens - before > 0
     other = vlm.session("conduit:0.2", store=store)
     turns(other, 1)
     assert other.report.reuse is not None
@@ -148,7 +148,7 @@ def test_tenants_share_nothing() -> None:
     session = vlm.session("conduit:0.2", store=both)
     turns(session, 1)
     assert session.report.reuse is not None
-    assert session.report.reuse.cached_tokens == 0
+    assert session.report.reuse.cached_image_tokens == 0
 
 
 def test_the_report_says_where_images_came_from(tmp_path: Path) -> None:

@@ -429,13 +429,15 @@ def test_what_a_dead_writer_left_is_swept_and_a_live_ones_is_not(tmp_path: Path)
 
 def test_an_entry_is_loaded_only_where_that_is_faster() -> None:
     costs = CostModel()
-    assert costs.worth_loading("disk", 10**6, 100, 1.0)  # nothing measured: tried
+    assert costs.worth_loading("disk", 10**6, "image", 100, 1.0)  # nothing measured: tried
     costs.loaded("disk", 10**6, 0.5)
-    assert costs.worth_loading("disk", 10**6, 100, filled=1.0)
-    assert not costs.worth_loading("disk", 10**6, 100, filled=0.1)
-    costs.filled(100, 1.0)
-    assert costs.worth_loading("disk", 10**6, 100, filled=0.1)
-    assert not costs.worth_loading("disk", 10**7, 100, filled=0.1)
+    assert costs.worth_loading("disk", 10**6, "image", 100, filled=1.0)
+    assert not costs.worth_loading("disk", 10**6, "image", 100, filled=0.1)
+    costs.filled("image", 100, 1.0)
+    assert costs.worth_loading("disk", 10**6, "image", 100, filled=0.1)
+    assert not costs.worth_loading("disk", 10**7, "image", 100, filled=0.1)
+    # What text takes says nothing of images.
+    assert not costs.worth_loading("disk", 10**6, "text", 100, filled=0.1)
 
 
 def test_a_slow_disk_is_left_for_computing(tmp_path: Path) -> None:

@@ -67,7 +67,10 @@ def ask(
         Path | None, typer.Option(help="Write a picture of what each layer kept.")
     ] = None,
     store: Annotated[
-        Path | None, typer.Option(help="Folder of stored images, for plans that reuse them.")
+        Path | None,
+        typer.Option(
+            help="Folder of stored images, made if missing; for plans that reuse (conduit:0.1)."
+        ),
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose stored images these are.")] = "",
     explain_plan: Annotated[
@@ -100,6 +103,13 @@ def ask(
         raise InputError(f"--max-new-tokens is {max_new_tokens}: ask for at least one")
     if films and (picture is not None or explain_plan):
         raise InputError("--picture and --explain-plan are for images: leave --video out")
+    if store is not None and not parsed.takes_entries:
+        raise InputError(
+            f"the plan {parsed} reuses no images, so that nothing would be taken from or put into "
+            f"{store}: write --plan conduit:0.1, or leave --store out"
+        )
+    if tenant and store is None:
+        raise InputError("--tenant says whose stored images these are: add --store FOLDER")
     kept = None
     if store is not None:
         from conduit_kv.reuse.store import Store

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from conduit_kv.reuse.disk import DiskTier
 
 store = typer.Typer(
-    help="Images stored for reuse: list, check, prune, clear, or fill from a folder.",
+    help="Images and text stored for reuse: list, check, prune, clear, or fill from a folder.",
     no_args_is_help=True,
 )
 
@@ -42,10 +42,11 @@ def ls(folder: FolderArgument) -> None:
     """List what is stored, the most recently used first."""
     from rich.table import Table
 
-    table = Table("entry", "tokens", "size", "used", "computed in", "tenant", "model")
+    table = Table("entry", "of", "tokens", "size", "used", "computed in", "tenant", "model")
     for row in _open(folder).rows():
         table.add_row(
             row.digest[:12],
+            row.kind,
             str(row.tokens),
             size_text(row.bytes),
             f"{row.uses} x",
@@ -61,7 +62,9 @@ def ls(folder: FolderArgument) -> None:
 def stat(folder: FolderArgument) -> None:
     """Say how much is stored, per tenant."""
     rows = _open(folder).rows()
-    typer.echo(f"{len(rows)} entries, {size_text(sum(row.bytes for row in rows))}")
+    text = sum(row.kind == "text" for row in rows)
+    kinds = f"{len(rows) - text} of images, {text} of text"
+    typer.echo(f"{len(rows)} entries ({kinds}), {size_text(sum(row.bytes for row in rows))}")
     for tenant in sorted({row.tenant for row in rows}):
         mine = [row for row in rows if row.tenant == tenant]
         used = sum(row.uses for row in mine)

@@ -205,8 +205,9 @@ class Run:
         brought = cache.retrieval is not None or any(layout.grids for layout in layouts)
         if taking is not None and brought and len(rows) > 1:
             raise PlanError(
-                f"{taking.method} takes one prompt at a time, not {len(rows)}: run them one "
-                "by one, and decode_together() them"
+                f"{taking.method} takes one prompt at a time, not {len(rows)} (beams are prompts "
+                "too): run them one by one without beams; VLM.decode_together() answers several "
+                "as one batch"
             )
         if cache.retrieval is not None:
             relative_ids = positions[0] - int(starts[0])
@@ -214,7 +215,7 @@ class Run:
             self.seconds["fill"] = cache.retrieval.fill_seconds
         elif cache.reuse is not None and layouts[0].grids:
             pieces = self.family.pieces(self.model, rows[0], visual, layouts[0])
-            cache.reuse.take(self, pieces, positions[0])
+            cache.reuse.take(self, rows[0], pieces, positions[0])
         cache.progress.advance(valid, layouts, positions)
         if ids.shape[1] > 1:
             cache.check_turn()
@@ -281,9 +282,9 @@ class Run:
             check_layers(self.family, self.model, "reuse")
             if kwargs.get("labels") is not None or kwargs.get("output_hidden_states"):
                 raise PlanError(
-                    f"under {self.plan.reuse} most visual tokens do not run: there are neither "
-                    "hidden states nor a loss of all tokens; leave out labels and "
-                    "output_hidden_states"
+                    f"under {self.plan.reuse} most visual tokens do not run, nor does stored text: "
+                    "there are neither hidden states nor a loss of all tokens; leave out labels "
+                    "and output_hidden_states"
                 )
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
@@ -385,7 +386,7 @@ def compress(
     prefill_chunk : int or None
         Run a prefill so many tokens at a time within each layer. The result is the same.
     store : Store or None
-        Where a reuse stage keeps images; by default in memory, as long as the block runs.
+        Where a reuse stage keeps images and text; by default in memory, as long as the block runs.
     processor : ProcessorMixin, optional
         The model's processor: a reuse stage prefills images inside its chat template.
 

@@ -136,13 +136,15 @@ class Report:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens as servers report them, over the batch."""
+        """Tokens as servers report them, over the batch; ``cached_tokens`` of images and text."""
         images = sum(sum(sequence.images) for sequence in self.sequences)
+        used = self.reuse or Usage()
         return {
             "prompt_tokens": sum(sequence.tokens for sequence in self.sequences),
             "image_tokens": images,
-            "cached_tokens": self.reuse.cached_tokens if self.reuse else 0,
-            "refreshed_tokens": self.reuse.refreshed_tokens if self.reuse else 0,
+            "cached_tokens": used.cached_image_tokens + used.cached_text_tokens,
+            "cached_text_tokens": used.cached_text_tokens,
+            "refreshed_tokens": used.refreshed_tokens,
             "kept_tokens": round(sum(sequence.kept for sequence in self.sequences)),
         }
 
@@ -260,15 +262,17 @@ def _flows(cache: RequestCache) -> Iterator[str]:
 
 
 def _reuse(usage: Usage, store_bytes: dict[str, int]) -> str:
-    parts = [
-        f"images: {usage.cached_tokens} of {usage.image_tokens} tokens from the store",
-        f"{usage.computed_tokens} prefilled alone in {usage.fill_seconds:.3f} s",
-        f"{usage.refreshed_tokens} computed again",
-    ]
-    for tier, (images, size, seconds) in usage.stored.items():
-        parts.append(f"{images} image(s), {_size(size)}, from {tier} in {seconds:.3f} s")
-    if usage.cached_tokens:
-        parts.append(f"about {usage.saved_seconds:.3f} s of prefilling them alone saved")
+    parts = [f"images: {usage.cached_image_tokens} of {usage.image_tokens} tokens from the store"]
+    if usage.computed_tokens:
+        parts.append(f"{usage.computed_tokens} prefilled alone in {usage.fill_seconds:.3f} s")
+    parts.append(f"{usage.refreshed_tokens} computed again in this prompt")
+    if usage.cached_text_tokens:
+        parts.append(f"text: {usage.cached_text_tokens} of {usage.text_tokens} from the store")
+    for tier, (entries, size, seconds) in usage.stored.items():
+        name = "entry" if entries == 1 else "entries"
+        parts.append(f"{entries} {name}, {_size(size)}, from {tier} in {seconds:.3f} s")
+    if usage.stored:
+        parts.append(f"about {usage.saved_seconds:.3f} s of computing them saved")
     held = ", ".join(f"{tier} {_size(size)}" for tier, size in store_bytes.items())
     return "; ".join(parts) + f"; the store holds {held}"
 

@@ -164,11 +164,6 @@ class RequestCache(VisualCache):
         method = self.plan.reuse
         if method is None or method.is_identity:
             return None
-        if self.plan.flows:
-            raise PlanError(
-                f"{method.name} and {self.plan.flows[0].name} both decide which visual tokens run: "
-                "take one of them"
-            )
         return Reuse(method, self, self.shelf or Shelf())
 
     def _new_retrieval(self) -> Retrieval | None:
@@ -258,6 +253,11 @@ class RequestCache(VisualCache):
         return flops
 
     @property
+    def in_passes(self) -> bool:
+        """Whether what runs is a pass of a turn, however few its columns."""
+        return self.reuse is not None and self.reuse.running
+
+    @property
     def scores_turns(self) -> bool:
         """Whether the end of a prefill or turn is to be scored."""
         return self._reuse_listens or bool(self.ending.stages or self.watchers)
@@ -269,14 +269,12 @@ class RequestCache(VisualCache):
     @property
     def scores_steps(self) -> bool:
         """Whether decoded tokens are to be scored."""
-        if self.reuse is not None and self.reuse.running:
-            return False  # a pass of a single column decides nothing
         eviction = self.eviction
         return eviction.method.scores_steps and eviction.active and bool(eviction.budgets)
 
     def take_in(self, embeddings: Tensor) -> None:
         """Before the first layer of a step that may bring images: ``[B, n, hidden]``."""
-        if self.reuse is not None and self.reuse.running:
+        if self.in_passes:
             return  # it has been told of the whole step
         for ending in self._endings:
             for stage in ending.stages:
@@ -490,6 +488,11 @@ class JoinedCache(Cache):  # type: ignore[misc]
 
     def listen(self, layer: int, queries: Tensor, scaling: float, stream: Stream) -> None:
         """After a layer that :meth:`listens`."""
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether what runs is a pass of a turn: its members bring text alone, which runs once."""
+        return False
 
     @property
     def scores_turns(self) -> bool:

@@ -55,6 +55,7 @@ class Row:
         When it was last used, on a counter, and how often.
     made : float
         Seconds since the epoch, by the clock of the machine that made it.
+    kind : {"image", "text"}
     """
 
     digest: str
@@ -66,6 +67,7 @@ class Row:
     used: int
     uses: int
     made: float
+    kind: Literal["image", "text"]
 
 
 class DiskTier:
@@ -331,10 +333,10 @@ class DiskTier:
         """All entries, the most recently used first."""
         with self._lock:
             found = self._index.execute(
-                "SELECT digest, bytes, tokens, seconds, tenant, model, used, uses, made "
+                "SELECT digest, bytes, tokens, seconds, tenant, model, used, uses, made, key "
                 "FROM entries WHERE ready = 1 ORDER BY used DESC"
             ).fetchall()
-        return [Row(*row) for row in found]
+        return [Row(*(*known, Key(**json.loads(key)).kind)) for *known, key in found]
 
     def sweep(self) -> int:
         """Remove what killed processes have left behind; gives how many files and places."""

@@ -1,4 +1,4 @@
-"""What is stored of an image: all that a later prompt needs of it."""
+"""What is stored of an image, or of a block of text: all that a later prompt needs of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ VERSION = 1
 class Entry:
     """An image as the language model saw it when it was prefilled alone.
 
+    Or a block of the text that a prompt begins with, as any prompt sees it that begins so: it is
+    never computed again, and so has neither features (D = 0) nor a grid.
+
     Attributes
     ----------
     digest : str
@@ -33,7 +36,7 @@ class Entry:
         models without DeepStack.
     positions : Tensor
         ``[axes, N]`` int64, the positions that its tokens had.
-    grid : Grid
+    grid : Grid or None
     seconds : float
         What it took to compute.
     """
@@ -44,7 +47,7 @@ class Entry:
     features: Tensor
     deepstack: Tensor
     positions: Tensor
-    grid: Grid
+    grid: Grid | None
     seconds: float = 0.0
 
     @property

@@ -42,7 +42,7 @@ class Held:
     kind : {"full", "int8"}
     tensors : dict
     digest : str
-    grid : Grid
+    grid : Grid or None
     dtype : str
         Of K and V.
     seconds : float
@@ -51,7 +51,7 @@ class Held:
     kind: Literal["full", "int8"]
     tensors: dict[str, Tensor]
     digest: str
-    grid: Grid
+    grid: Grid | None
     dtype: str
     seconds: float
 
@@ -99,7 +99,7 @@ def dump(key: Key, held: Held) -> bytes:
         "digest": held.digest,
         "kind": held.kind,
         "dtype": held.dtype,
-        "grid": json.dumps(asdict(held.grid), sort_keys=True),
+        "grid": json.dumps(held.grid and asdict(held.grid), sort_keys=True),
         "seconds": repr(held.seconds),
     }
     header["checksum"] = checksum(header, tensors)
@@ -180,6 +180,8 @@ def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
     return held
 
 
-def _grid(data: dict[str, Any]) -> Grid:
+def _grid(data: dict[str, Any] | None) -> Grid | None:
+    if data is None:
+        return None
     views = tuple(View(**view) for view in data.pop("views"))
     return Grid(**data, views=views)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from PIL import Image
+from torch import Tensor
 
 from conduit_kv.errors import PlanError
 from conduit_kv.families import Family
@@ -138,3 +139,20 @@ class Shelf:
                 entry = fill(run, piece, prefix, digest=key.digest)
                 self.store.put(key, entry)
                 yield Taken(entry, "computed", time.perf_counter() - start)
+
+    def take_text(self, run: Run, ids: Tensor) -> tuple[list[Taken], list[Key]]:
+        """What is stored of a prompt's first text, and the keys of the blocks that follow it.
+
+        Parameters
+        ----------
+        ids : Tensor
+            ``[n]`` int64, the prompt's tokens before its first image.
+        """
+        keys = Key.of_text(ids, run.model, tenant=self.store.tenant)
+        taken: list[Taken] = []
+        for key in keys:
+            found = self.store.get(key)
+            if found is None:  # only a beginning without gaps need not run
+                break
+            taken.append(Taken(found.entry.to(run.model.device), found.tier, found.seconds))
+        return taken, keys[len(taken) :]

@@ -4,8 +4,8 @@ A lookup goes down the tiers and what it finds comes up; an entry is written to 
 that a tier does can fail a request: what cannot be read is a miss, what cannot be written is not
 stored, and :attr:`Store.notes` says why.
 
-An entry can reveal the image that it was made from: it holds what the model saw of it. Treat a
-store as you would treat the images.
+An entry can reveal the image or text that it was made from: it holds what the model saw of it.
+Treat a store as you would treat these.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class CostModel:
     ----------
     load : dict
         Per tier: seconds per byte of its last loads, and seconds that one takes besides.
-    fill : float or None
-        Seconds per token of the last images prefilled alone.
+    fill : dict
+        Per kind (``image``, ``text``): seconds per token of what was computed last.
     """
 
     load: dict[str, tuple[float, float]] = field(default_factory=dict)
-    fill: float | None = None
+    fill: dict[str, float] = field(default_factory=dict)
     weight: float = 0.3
 
     def loaded(self, tier: str, size: int, seconds: float) -> None:
@@ -71,11 +71,10 @@ class CostModel:
         now = max(0.0, seconds - fixed) / max(size, 1)
         self.load[tier] = ((1 - self.weight) * per_byte + self.weight * now, fixed)
 
-    def filled(self, tokens: int, seconds: float) -> None:
-        """Take in an image prefilled alone."""
+    def filled(self, kind: str, tokens: int, seconds: float) -> None:
+        """Take in an image prefilled alone, or a block of text."""
         now = seconds / max(tokens, 1)
-        old = now if self.fill is None else self.fill
-        self.fill = (1 - self.weight) * old + self.weight * now
+        self.fill[kind] = (1 - self.weight) * self.fill.get(kind, now) + self.weight * now
 
     def load_seconds(self, tier: str, size: int) -> float | None:
         """What a load is expected to take; None if none has been measured."""
@@ -84,8 +83,8 @@ class CostModel:
         per_byte, fixed = self.load[tier]
         return fixed + per_byte * size
 
-    def worth_loading(self, tier: str, size: int, tokens: int, filled: float) -> bool:
-        """Whether to load an entry of ``size`` bytes rather than to prefill ``tokens`` tokens.
+    def worth_loading(self, tier: str, size: int, kind: str, tokens: int, filled: float) -> bool:
+        """Whether to load an entry of ``size`` bytes rather than to compute its ``tokens`` tokens.
 
         Parameters
         ----------
@@ -93,7 +92,7 @@ class CostModel:
             What filling it took when that was done, for a process that has filled nothing yet.
         """
         load = self.load_seconds(tier, size)
-        compute = self.fill * tokens if self.fill is not None else filled
+        compute = self.fill[kind] * tokens if kind in self.fill else filled
         return load is None or not compute or load < compute
 
 
@@ -143,7 +142,7 @@ class MemoryTier:
 
 
 class Store:
-    """Entries of images, shared by requests, processes and machines.
+    """Entries of images and of text, shared by requests, processes and machines.
 
     Parameters
     ----------
@@ -225,7 +224,7 @@ class Store:
             if known is None:
                 return None
             size, filled = known
-            if not self.costs.worth_loading(tier.name, size, key.tokens, filled):
+            if not self.costs.worth_loading(tier.name, size, key.kind, key.tokens, filled):
                 self.note(f"{tier.name}: computing an entry of {size} bytes is faster than loading")
                 return None
             start = time.perf_counter()
@@ -251,7 +250,7 @@ class Store:
 
     def put(self, key: Key, entry: Entry) -> None:
         """Store an entry in all tiers."""
-        self.costs.filled(entry.tokens, entry.seconds)
+        self.costs.filled(key.kind, entry.tokens, entry.seconds)
         held = Held.of(entry, self.held)
         with self._lock:
             self.memory.put(key, held)

@@ -1,7 +1,12 @@
-"""The reuse stage of one request: images come as stored K/V, and few of their tokens run."""
+"""The reuse stage of one request: images come as stored K/V, and few of their tokens run.
+
+The text that a request begins with sees nothing but itself. Its K/V are exact wherever it comes
+back, and whole blocks of it are taken from the store too: they never run.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +21,9 @@ from conduit_kv.families import Family
 from conduit_kv.families.piece import Piece
 from conduit_kv.methods.reuse import ReuseMethod, ReuseView
 from conduit_kv.methods.reuse.base import top
+from conduit_kv.reuse.entry import Entry
+from conduit_kv.reuse.fill import Recorder
+from conduit_kv.reuse.keys import TEXT_BLOCK, Key
 from conduit_kv.reuse.rotate import columns_of, rotary_of, rotate
 from conduit_kv.reuse.shelf import Shelf, Taken
 
@@ -32,62 +40,92 @@ class Usage:
     ----------
     image_tokens, text_tokens : int
         Tokens of turns that brought images.
-    cached_tokens : int
-        Visual tokens whose K/V were in the store.
+    cached_image_tokens, cached_text_tokens : int
+        Visual and text tokens whose K/V were in the store.
     computed_tokens : int
         Visual tokens whose image had to be prefilled alone.
     refreshed_tokens : int
         Visual tokens that were computed again in this request.
     stored : dict
-        Per tier (``memory``, ``disk``, ``redis``): images, bytes and seconds of what came from it.
+        Per tier (``memory``, ``disk``, ``redis``): entries, bytes and seconds of what came from it.
     fill_seconds : float
         What it took to prefill images alone.
     saved_seconds : float
-        Estimate: what prefilling the stored images alone took when it was done, less loading.
+        Estimate: what computing the stored entries took when it was done, less loading.
     """
 
     image_tokens: int = 0
     text_tokens: int = 0
-    cached_tokens: int = 0
+    cached_image_tokens: int = 0
+    cached_text_tokens: int = 0
     computed_tokens: int = 0
     refreshed_tokens: int = 0
     stored: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
     fill_seconds: float = 0.0
     saved_seconds: float = 0.0
 
-    def add(self, taken: Sequence[Taken]) -> Usage:
-        """With images that were just taken."""
+    def add(self, images: Sequence[Taken], text: Sequence[Taken]) -> Usage:
+        """With images and blocks of text that were just taken."""
         stored = dict(self.stored)
-        hits = [one for one in taken if one.tier != "computed"]
-        for one in hits:
-            images, size, seconds = stored.get(one.tier, (0, 0, 0.0))
-            stored[one.tier] = (images + 1, size + one.entry.nbytes, seconds + one.seconds)
+        found = [one for one in images if one.tier != "computed"]
+        computed = [one for one in images if one.tier == "computed"]
+        for one in (*found, *text):
+            entries, size, seconds = stored.get(one.tier, (0, 0, 0.0))
+            stored[one.tier] = (entries + 1, size + one.entry.nbytes, seconds + one.seconds)
         return replace(
             self,
-            cached_tokens=self.cached_tokens + sum(one.entry.tokens for one in hits),
-            computed_tokens=self.computed_tokens
-            + sum(one.entry.tokens for one in taken if one.tier == "computed"),
+            cached_image_tokens=self.cached_image_tokens + sum(one.entry.tokens for one in found),
+            cached_text_tokens=self.cached_text_tokens + sum(one.entry.tokens for one in text),
+            computed_tokens=self.computed_tokens + sum(one.entry.tokens for one in computed),
             stored=stored,
-            fill_seconds=self.fill_seconds
-            + sum(one.seconds for one in taken if one.tier == "computed"),
+            fill_seconds=self.fill_seconds + sum(one.seconds for one in computed),
             saved_seconds=self.saved_seconds
-            + sum(max(0.0, one.entry.seconds - one.seconds) for one in hits),
+            + sum(max(0.0, one.entry.seconds - one.seconds) for one in (*found, *text)),
         )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An entry of a turn.
+
+    Attributes
+    ----------
+    columns : Tensor
+        ``[N]`` int64 ascending, its tokens' places in the turn.
+    entry : Entry
+    keys : Tensor
+        ``[L, G, N, d]``, rotated to their places.
+    """
+
+    columns: Tensor
+    entry: Entry
+    keys: Tensor
 
 
 @dataclass
 class _Turn:
-    """A turn that brings images, between its top-level forward and its text stack."""
+    """A turn that brings images, between its top-level forward and its text stack.
+
+    Attributes
+    ----------
+    images : list of _Part
+        In the order of the sequence.
+    text : list of _Part
+        Blocks that the turn begins with.
+    missing : list of Key
+        Of the blocks after these that are to be stored.
+    """
 
     family: Family
     text_model: nn.Module
-    taken: list[tuple[Piece, Taken, Tensor]]
-    """Image, entry and its keys, rotated to their places."""
+    images: list[_Part]
+    text: list[_Part]
+    missing: list[Key]
 
     @property
     def layers(self) -> int:
         """Layers of the model."""
-        return self.taken[0][1].entry.layers
+        return self.images[0].entry.layers
 
 
 @dataclass
@@ -160,11 +198,13 @@ class Reuse:
         if self._pilot is not None:
             self._pilot.steer(layer, stream)
 
-    def take(self, run: Run, pieces: Sequence[Piece], positions: Tensor) -> None:
-        """Get the entries of a turn's images, before its tokens run.
+    def take(self, run: Run, ids: Tensor, pieces: Sequence[Piece], positions: Tensor) -> None:
+        """Get the entries of a turn's images and of the text it begins with, before it runs.
 
         Parameters
         ----------
+        ids : Tensor
+            ``[n]`` int64, the turn's tokens.
         pieces : sequence of Piece
             From :meth:`Family.pieces`, of the turn's tokens alone.
         positions : Tensor
@@ -172,17 +212,25 @@ class Reuse:
         """
         text_model = run.family.text_model(run.model)
         rotary = rotary_of(text_model, positions)
-        taken = []
+
+        def part(columns: Tensor, entry: Entry) -> _Part:
+            mine = columns_of(rotary, columns)
+            return _Part(columns, entry, rotate(run.family, text_model, entry.keys, mine))
+
+        images, shown = [], []
         # Rotating one image overlaps with loading the next.
         for piece, one in zip(
             pieces, self.shelf.take(run, pieces, self.method.context), strict=True
         ):
-            turned = rotate(
-                run.family, text_model, one.entry.keys, columns_of(rotary, piece.tokens)
-            )
-            taken.append((piece, one, turned))
-        self.usage = self.usage.add([one for _, one, _ in taken])
-        self._turn = _Turn(run.family, text_model, taken)
+            images.append(one)
+            shown.append(part(piece.tokens, one.entry))
+        # Later turns begin with text too, but it sees all that was before.
+        opening = 0 if self.cache.progress.seen else int(pieces[0].tokens[0])
+        text, missing = self.shelf.take_text(run, ids[:opening])
+        places = torch.arange(opening).split(TEXT_BLOCK)
+        said = [part(columns, one.entry) for columns, one in zip(places, text, strict=False)]
+        self.usage = self.usage.add(images, text)
+        self._turn = _Turn(run.family, text_model, shown, said, missing)
 
     # -- the two passes ----------------------------------------------------------------------
 
@@ -200,14 +248,15 @@ class Reuse:
         progress = self.cache.progress
         whole = progress.step_tokens
         embeddings = embeddings.clone()
-        for piece, one, _ in turn.taken:
-            embeddings[0, piece.tokens] = one.entry.features.to(embeddings)
+        for image in turn.images:
+            embeddings[0, image.columns] = image.entry.features.to(embeddings)
         self.cache.take_in(embeddings)
         self.running = True
         try:
             return self._run(turn, stack, embeddings, position_ids)
         finally:
             self.running, self._listening, self._pilot = False, None, None
+            self.cache.recorder = None
             progress.step_tokens = whole
             for layer in self.cache.layers:
                 layer.close()
@@ -221,6 +270,10 @@ class Reuse:
         layout = progress.layouts[0].select(tokens)
         self._lay_out(turn, tokens)
         visual, text = layout.visual.nonzero().flatten(), layout.text.nonzero().flatten()
+        texts, known = len(text), TEXT_BLOCK * len(turn.text)
+        # What the store lacks of the opening text runs once, and then is as if it had been there.
+        new = torch.arange(known, known + TEXT_BLOCK * len(turn.missing))
+        text = text[known + len(new) :]
         last = int(visual[-1])
         span = torch.arange(last + 1, len(tokens)) if last + 1 < len(tokens) else visual[-1:]
         states = embeddings.new_full((1, len(tokens), embeddings.shape[-1]), torch.nan)
@@ -237,74 +290,105 @@ class Reuse:
             states[:, at] = output.last_hidden_state
             return output
 
+        def first_pass(columns: Tensor, **options: Any) -> None:
+            """Run ``columns``, and the new text with them, which is stored."""
+            rows = torch.cat([new, columns])
+            if len(new):
+                self.cache.recorder = Recorder(turn.family, torch.arange(len(new)))
+            start = time.perf_counter()
+            if len(rows):
+                pass_over(rows, **options)
+            if len(new):
+                share = len(new) / len(rows)
+                self._store(turn, new, len(tokens), (time.perf_counter() - start) * share)
+
         image = layout.image[visual]
         count = self.method.count(len(visual))
-        output = None
         if self.method.in_one_pass:
+            first_pass(new[:0], evict=False)
             pilot = self._pilot = _Pilot(self.method, turn, visual, text)
-            output = pass_over(torch.arange(len(tokens)))
+            output = pass_over(pilot.columns)
             chosen = pilot.running
         elif not count:
+            if last + 1 == len(tokens):
+                raise PlanError(f"{self.method} leaves nothing to run: end the prompt with text")
+            first_pass(new[:0], evict=False)
             chosen = visual[:0]
-            output = pass_over(text) if len(text) else None
+            output = pass_over(text)
         else:
             scores: list[Tensor] = []
-            first, again = text, text if self.method.refresh_text else span
+            again = torch.cat([text, span]).unique() if self.method.refresh_text else span
             if self.method.scores_layers:
+                first = torch.cat([text, span]).unique()
                 listener = _Listener(self.method, self.cache, tokens, image, visual, span, scores)
                 if self.method.needs_deviation:
-                    listener.pilot = self._pilot = _Pilot(
-                        self.method, turn, visual, text, probe=True
-                    )
-                    first = torch.arange(len(tokens))
+                    pilot = _Pilot(self.method, turn, visual, torch.cat([new, first]), probe=True)
+                    listener.pilot = self._pilot = pilot
+                    first = pilot.columns[len(new) :]
                 self._listening = listener
-                pass_over(first, evict=True)
+                first_pass(first, evict=True)
                 self._listening = self._pilot = None
             else:  # the question runs in stage 2 alone, since nobody listens to it in stage 1
-                first = first[~torch.isin(first, again)]
-                if len(first):
-                    pass_over(first, evict=False)
+                first_pass(text[~torch.isin(text, again)], evict=False)
             chosen = visual[self.method.choose(scores, image)]
             output = pass_over(torch.cat([chosen, again]).unique())
-        if output is None:
-            raise PlanError(f"{self.method} leaves nothing to run: end the prompt with text")
         self.refreshed = tokens[chosen]
         self.usage = replace(
             self.usage,
             image_tokens=self.usage.image_tokens + len(visual),
-            text_tokens=self.usage.text_tokens + len(text),
+            text_tokens=self.usage.text_tokens + texts,
             refreshed_tokens=self.usage.refreshed_tokens + count,
         )
         self.decided_at = progress.seen
         output.last_hidden_state = states
         return output
 
+    def _store(self, turn: _Turn, columns: Tensor, count: int, seconds: float) -> None:
+        """Store the blocks that have just run as the first of ``count`` columns, and been heard."""
+        recorder, self.cache.recorder = self.cache.recorder, None
+        keys = torch.stack(recorder.keys)
+        values = torch.stack([layer.newest(count)[:, columns] for layer in self.cache.layers])
+        positions = self.cache.progress.position_ids(0)[:, columns]
+        for number, key in enumerate(turn.missing):
+            block = slice(number * TEXT_BLOCK, (number + 1) * TEXT_BLOCK)
+            entry = Entry(
+                digest=key.digest,
+                keys=keys[:, :, block].clone(),
+                values=values[:, :, block].clone(),
+                features=keys.new_empty((TEXT_BLOCK, 0)),
+                deepstack=keys.new_empty((0, TEXT_BLOCK, 0)),
+                positions=positions[:, block].clone(),
+                grid=None,
+                seconds=seconds / len(turn.missing),
+            )
+            self.shelf.store.put(key, entry)
+
     def _lay_out(self, turn: _Turn, tokens: Tensor) -> None:
-        """Put the images' K and V where their tokens will lie, in every layer."""
+        """Put what was taken where its tokens will lie, in every layer."""
         layers = turn.family.layers(turn.text_model)
         for number, layer in enumerate(self.cache.layers):
-            like = turn.taken[0][2][number]
+            like = turn.images[0].keys[number]
             device = next(layers[number].parameters()).device
             shape = (1, like.shape[0], len(tokens), like.shape[2])
             keys = torch.zeros(shape, dtype=like.dtype, device=device)
             values = torch.zeros(shape, dtype=like.dtype, device=device)
-            for piece, one, turned in turn.taken:
-                keys[0, :, piece.tokens] = turned[number].to(device)
-                values[0, :, piece.tokens] = one.entry.values[number].to(device)
+            for part in (*turn.text, *turn.images):
+                keys[0, :, part.columns] = part.keys[number].to(device)
+                values[0, :, part.columns] = part.entry.values[number].to(device)
             layer.open(keys, values, tokens)
 
     def _features(self, turn: _Turn, columns: Tensor) -> Mapping[str, Any]:
         """What DeepStack adds to those of the columns that are visual tokens."""
-        depth = max(one.entry.deepstack.shape[0] for _, one, _ in turn.taken)
+        depth = max(image.entry.deepstack.shape[0] for image in turn.images)
         if not depth:
             return {}
         mask = torch.zeros(len(columns), dtype=torch.bool)
         parts: list[list[Tensor]] = [[] for _ in range(depth)]
-        for piece, one, _ in turn.taken:
-            mine = torch.isin(piece.tokens, columns)
-            mask |= torch.isin(columns, piece.tokens)
+        for image in turn.images:
+            mine = torch.isin(image.columns, columns).to(image.entry.keys.device)
+            mask |= torch.isin(columns, image.columns)
             for level in range(depth):
-                parts[level].append(one.entry.deepstack[level][mine.to(one.entry.keys.device)])
+                parts[level].append(image.entry.deepstack[level][mine])
         if not bool(mask.any()):
             return {}
         # Images come in order and columns ascend, so that the order is the same.
@@ -359,8 +443,12 @@ class _Pilot:
 
     Attributes
     ----------
+    text : Tensor
+        ``[n]`` int64 ascending, the columns of the pass that run in every layer.
     probe : bool
         Whether all of them leave after layer 0, which has told how far the values of layer 1 are.
+    columns : Tensor
+        ``[n]`` int64 ascending, all columns of the pass.
     running : Tensor
         ``[n]`` int64, the visual columns that run at last.
     by_layer : list of Tensor
@@ -379,14 +467,18 @@ class _Pilot:
 
     def __post_init__(self) -> None:
         self.running = self.visual
+        self.columns = self._with_text()
+
+    def _with_text(self) -> Tensor:
+        """``[m]`` int64 ascending, the columns that run now."""
+        columns: Tensor = torch.cat([self.running, self.text]).unique()
+        return columns
 
     def steer(self, layer: int, stream: Stream) -> None:
         """Before a layer: choose who runs in it."""
         if layer and (layer == 1 or not self.probe):
             family, module = self.turn.family, stream.family.layers(stream.text_model)[layer]
-            at = torch.searchsorted(
-                torch.cat([self.running, self.text]).sort().values, self.running
-            )
+            at = torch.searchsorted(self._with_text(), self.running)
             hidden = stream.hidden[:, at.to(stream.hidden.device)]
             kept = torch.searchsorted(self.visual, self.running)
             values = family.values(module, hidden)[0]
@@ -399,12 +491,12 @@ class _Pilot:
                 far = _norms(keys) + _norms(values)
                 count = self.method.counts(len(self.visual), self.turn.layers)[layer]
                 self.running = self.running[top(far, count)]
-            stream.activate([torch.cat([self.running, self.text]).sort().values])
+            stream.activate([torch.searchsorted(self.columns, self._with_text())])
         self.by_layer.append(self.running)
 
     def _stored(self, name: str, layer: int, kept: Tensor) -> Tensor:
-        parts = [getattr(one.entry, name)[layer] for _, one, _ in self.turn.taken]
-        # Pieces come in the order of the sequence, and so do visual tokens.
+        parts = [getattr(image.entry, name)[layer] for image in self.turn.images]
+        # Images come in the order of the sequence, and so do visual tokens.
         return torch.cat(parts, dim=1)[:, kept.to(parts[0].device)]
 
 

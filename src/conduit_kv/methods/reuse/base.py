@@ -65,7 +65,8 @@ class ReuseMethod(Method):
         What stood before an image when its K/V were made: the start of the chat template, or
         nothing.
     refresh_text : bool
-        Compute all text again in stage 2, not the query span alone.
+        Compute all text again in stage 2, not the query span alone; but not the text that the
+        prompt begins with where it is stored, since nothing can change it.
     """
 
     stage: ClassVar[str] = "reuse"
