@@ -56,32 +56,29 @@ class CostModel:
     Attributes
     ----------
     load : dict
-        Per tier: seconds per byte of its last loads, and seconds that one takes besides.
+        Per tier: seconds per byte of its last loads.
     fill : dict
         Per kind (``image``, ``text``): seconds per token of what was computed last.
     """
 
-    load: dict[str, tuple[float, float]] = field(default_factory=dict)
+    load: dict[str, float] = field(default_factory=dict)
     fill: dict[str, float] = field(default_factory=dict)
     weight: float = 0.3
 
     def loaded(self, tier: str, size: int, seconds: float) -> None:
-        """Take in a load: the fixed part is the fastest there was, the rest goes by size."""
-        per_byte, fixed = self.load.get(tier, (seconds / max(size, 1), 0.0))
-        now = max(0.0, seconds - fixed) / max(size, 1)
-        self.load[tier] = ((1 - self.weight) * per_byte + self.weight * now, fixed)
+        """Take in a load."""
+        self._take_in(self.load, tier, seconds / max(size, 1))
 
     def filled(self, kind: str, tokens: int, seconds: float) -> None:
         """Take in an image prefilled alone, or a block of text."""
-        now = seconds / max(tokens, 1)
-        self.fill[kind] = (1 - self.weight) * self.fill.get(kind, now) + self.weight * now
+        self._take_in(self.fill, kind, seconds / max(tokens, 1))
 
-    def load_seconds(self, tier: str, size: int) -> float | None:
-        """What a load is expected to take; None if none has been measured."""
-        if tier not in self.load:
-            return None
-        per_byte, fixed = self.load[tier]
-        return fixed + per_byte * size
+    def _take_in(self, known: dict[str, float], name: str, now: float) -> None:
+        known[name] = (1 - self.weight) * known.get(name, now) + self.weight * now
+
+    def passed_over(self, tier: str) -> None:
+        """Take in that an entry was not loaded: one slow load keeps a tier out for a while only."""
+        self.load[tier] *= 1 - self.weight
 
     def worth_loading(self, tier: str, size: int, kind: str, tokens: int, filled: float) -> bool:
         """Whether to load an entry of ``size`` bytes rather than to compute its ``tokens`` tokens.
@@ -91,7 +88,7 @@ class CostModel:
         filled : float
             What filling it took when that was done, for a process that has filled nothing yet.
         """
-        load = self.load_seconds(tier, size)
+        load = self.load[tier] * size if tier in self.load else None
         compute = self.fill[kind] * tokens if kind in self.fill else filled
         return load is None or not compute or load < compute
 
@@ -225,6 +222,7 @@ class Store:
                 return None
             size, filled = known
             if not self.costs.worth_loading(tier.name, size, key.kind, key.tokens, filled):
+                self.costs.passed_over(tier.name)
                 self.note(f"{tier.name}: computing an entry of {size} bytes is faster than loading")
                 return None
             start = time.perf_counter()
