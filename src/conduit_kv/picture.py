@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from conduit_kv.cache import PackedSegment
 from conduit_kv.errors import InputError
 from conduit_kv.methods.hold.base import FULL_BITS
 from conduit_kv.stages.flow import RUNS, WAITS, activity
+from conduit_kv.stages.hold import held_bits
 
 if TYPE_CHECKING:
     from conduit_kv.engine.request import RequestCache
@@ -75,8 +75,7 @@ class Retention:
             for head in heads:
                 held[number, layer.held(row, head).numpy()] += 1 / len(heads)
         ran = activity(cache.flows, len(cache), layout, row).numpy() if cache.flows else None
-        bits = _bits(cache, row, len(layout))
-        return Retention(str(cache.plan), layout, held.clip(0.0, 1.0), ran, bits)
+        return Retention(str(cache.plan), layout, held.clip(0.0, 1.0), ran, _bits(cache, row))
 
     @property
     def layers(self) -> int:
@@ -172,23 +171,13 @@ def draw_retention(
     return target
 
 
-def _bits(cache: RequestCache, row: int, tokens: int) -> np.ndarray | None:
+def _bits(cache: RequestCache, row: int) -> np.ndarray | None:
     """:attr:`Retention.bits` of a sequence."""
-    if not any(isinstance(segment, PackedSegment) for layer in cache for segment in layer.frozen):
-        return None
-    total, heads = (np.zeros((len(cache), tokens), dtype=np.float32) for _ in range(2))
-    for number, layer in enumerate(cache):
-        for head in range(layer.kv_heads):
-            level = np.zeros(tokens, dtype=np.float32)
-            level[layer.held(row, head).numpy()] = FULL_BITS
-            for segment in layer.frozen:
-                part = segment.part(row, head) if isinstance(segment, PackedSegment) else None
-                if part is not None:
-                    level[segment.held(row, head).numpy()] = part.store.bits
-            total[number] += level
-            heads[number] += level > 0
-    bits: np.ndarray = total / heads.clip(1)
-    return bits
+    total, heads = (np.zeros((len(cache), len(cache.progress.layouts[row]))) for _ in range(2))
+    for layer, bits in held_bits(cache, row):
+        total[layer] += bits.numpy()
+        heads[layer] += bits.numpy() > 0
+    return (total / heads.clip(1)).astype(np.float32) if heads.any() else None
 
 
 def _retentions(source: Retention | RequestCache | Sequence[Retention]) -> list[Retention]:
@@ -242,15 +231,15 @@ def _draw(retention: Retention, pictures: Sequence[Image.Image], small: bool) ->
             "the layers keep it.",
         )
     ]
-    for number in range(len(retention.layout.grids)):
-        picture = pictures[number] if number < len(pictures) else None
-        blocks.append(_image_block(retention, number, picture, small))
-    for number in range(len(retention.layout.grids) if retention.stages() else 0):
-        picture = pictures[number] if number < len(pictures) else None
-        blocks.append(_stage_block(retention, number, picture))
-    for number in range(len(retention.layout.grids) if retention.bits is not None else 0):
-        picture = pictures[number] if number < len(pictures) else None
-        blocks.append(_bits_block(retention, number, picture))
+    shown = [
+        (number, pictures[number] if number < len(pictures) else None)
+        for number in range(len(retention.layout.grids))
+    ]
+    blocks += [_image_block(retention, number, picture, small) for number, picture in shown]
+    if retention.stages():
+        blocks += [_stage_block(retention, number, picture) for number, picture in shown]
+    if retention.bits is not None:
+        blocks += [_bits_block(retention, number, picture) for number, picture in shown]
     blocks.append(_heat_map(retention, small))
     canvas = Image.new("RGB", (_WIDTH, sum(b.height for b in blocks) + _MARGIN), _PAPER)
     top = 0

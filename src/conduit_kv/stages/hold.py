@@ -328,27 +328,35 @@ def learned_bytes(cache: VisualCache) -> int:
     return sum(parts.values())
 
 
-def average_bits(cache: VisualCache) -> float | None:
-    """Payload bits of the visual tokens held, mean over layers and heads; None if none is packed.
+def held_bits(cache: VisualCache, row: int) -> Iterator[tuple[int, Tensor]]:
+    """In how many bits a sequence's tokens are held, by layer and KV head; none if none is packed.
 
-    Scales and zeros are left out; a token in the model's own type counts as 16 bits.
+    Yields
+    ------
+    layer : int
+    bits : Tensor
+        ``[T]`` fp64, payload bits per number without scales and zeros: 16 for a token in the
+        model's own type, 0 for one that the head does not hold.
     """
-    total = tokens = 0.0
-    packed = False
-    for layer in cache:
-        for row in range(cache.progress.batch):
-            visual = cache.progress.layouts[row].visual
-            for head in range(layer.kv_heads):
-                held = layer.held(row, head)
-                count = int(visual[held].sum())
-                total += FULL_BITS * count
-                tokens += count
-                for segment in layer.frozen:
-                    if not isinstance(segment, PackedSegment):
-                        continue
-                    packed = True
-                    mine = segment.held(row, head)
-                    part = segment.part(row, head)
-                    if part is not None:
-                        total -= (FULL_BITS - part.store.bits) * int(visual[mine].sum())
-    return total / tokens if packed and tokens else None
+    if not any(isinstance(segment, PackedSegment) for layer in cache for segment in layer.frozen):
+        return
+    for number, layer in enumerate(cache):
+        for head in range(layer.kv_heads):
+            bits = torch.zeros(len(cache.progress.layouts[row]), dtype=torch.float64)
+            bits[layer.held(row, head)] = FULL_BITS
+            for segment in layer.frozen:
+                part = segment.part(row, head) if isinstance(segment, PackedSegment) else None
+                if part is not None:
+                    bits[segment.held(row, head)] = part.store.bits
+            yield number, bits
+
+
+def average_bits(cache: VisualCache) -> float | None:
+    """:func:`held_bits` of the visual tokens held, mean over layers and heads, or None."""
+    total, tokens = 0.0, 0
+    for row, layout in enumerate(cache.progress.layouts):
+        for _, bits in held_bits(cache, row):
+            visual = bits[layout.visual]
+            total += float(visual.sum())
+            tokens += int((visual > 0).sum())
+    return total / tokens if tokens else None
