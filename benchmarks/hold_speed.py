@@ -91,7 +91,9 @@ def encapsulate(keep: float, once: bool, visual: int) -> Callable[[Any], None]:
     count = int(keep * BLOCK + 1e-9)
     random = torch.Generator().manual_seed(1)
     blocks = visual // BLOCK
-    angle = torch.rand(blocks * BLOCK, WIDTH // 2, generator=random)
+    # Tokens one after another, as in a prompt: every block is turned like the others.
+    frequency = 1e5 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2))
+    angle = torch.arange(blocks * BLOCK)[:, None] * frequency
     cos, sin = angle.cos(), angle.sin()
 
     def pack(layer: Any) -> None:

@@ -177,7 +177,7 @@ class Capsule(Store):
             yield "keys", tensor
         turns = self.__dict__.get("_turns")
         if turns is not None:
-            for tensor in (turns.mix_cos, turns.mix_sin, turns.mean):
+            for tensor in (turns.mix_cos, turns.mix_sin, turns.mean, turns.first):
                 yield "rotary", tensor
 
     def units(self, kept: Tensor) -> Capsule:
@@ -203,36 +203,30 @@ class Capsule(Store):
         return None if self.once else _turns_of(self.parts, self.cos, self.sin)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """``[P, r, B g]`` fp32 of scaled query rows ``[P, r, d]``, tokens in slot order."""
-        few = rows.shape[1] <= _FEW_ROWS
-        turns = self._turns if few else None
-        if turns is None:
-            return torch.bmm(rows, self._keys(rows.dtype).transpose(1, 2)).float()
+        """``[P, B, r, g]`` fp32 of scaled query rows ``[P, r, d]``."""
         pairs, blocks, count, width = self.keys.shape
         size = rows.shape[1]
-        missing = self.parts.missing
-        found = rows.new_empty((pairs, size, blocks, self.unit), dtype=torch.float32)
-        kept = torch.bmm(self.keys.view(pairs, -1, width), rows.transpose(1, 2))
-        found[..., self.parts.kept] = (
-            kept.view(pairs, blocks, count, size).permute(0, 3, 1, 2).float()
-        )
-        one, two = rows.float().chunk(2, dim=-1)
-        crossed = torch.cat([two, -one], dim=-1)
+        turns = self._turns if size <= _FEW_ROWS else None
+        if turns is None:
+            found = torch.bmm(rows, self._keys(rows.dtype).transpose(1, 2)).float()
+            return found.view(pairs, size, blocks, self.unit).transpose(1, 2)
         plain = rows.float()
-        # [P, r, 1, 1, d] * [g - m, m, d]: the query as each kept key of a block must see it.
-        seen = plain[:, :, None, None] * turns.mix_cos + crossed[:, :, None, None] * turns.mix_sin
-        seen = seen.permute(0, 3, 4, 1, 2).reshape(pairs, count * width, -1).to(self.keys.dtype)
-        others = torch.bmm(self.keys.view(pairs, blocks, count * width), seen).float()
-        mean = turns.mean  # [P, g - m, d]
-        halves = mean.chunk(2, dim=-1)
+        one, two = plain.chunk(2, dim=-1)
+        crossed = torch.cat([two, -one], dim=-1)
+        # [P, r, g, m, d]: the query as each kept key of a block must see it, for each token.
+        seen = plain[:, :, None, None] * turns.mix_cos
+        seen = seen.addcmul_(crossed[:, :, None, None], turns.mix_sin).to(self.keys.dtype)
+        others = torch.bmm(
+            self.keys.view(pairs, blocks, count * width),
+            seen.view(pairs, size * self.unit, count * width).transpose(1, 2),
+        )
+        # The constant part of a token, turned on by its block's first angle.
+        halves = turns.mean.chunk(2, dim=-1)  # [P, g, d/2] each
         same = one[:, :, None] * halves[0][:, None] + two[:, :, None] * halves[1][:, None]
         across = two[:, :, None] * halves[0][:, None] - one[:, :, None] * halves[1][:, None]
-        cos, sin = (x.view(blocks, self.unit, -1)[:, 0] for x in (self.cos, self.sin))
-        constant = cos @ same.flatten(0, 2).T + sin @ across.flatten(0, 2).T
-        constant = constant.view(blocks, pairs, size, -1)
-        others = others.view(pairs, blocks, size, -1).permute(0, 2, 1, 3)
-        found[..., missing] = others + constant.permute(1, 2, 0, 3)
-        return found.flatten(2)
+        constant = torch.cat([same, across], dim=-1).flatten(1, 2)
+        found = torch.matmul(turns.first, constant.transpose(1, 2)).add_(others)
+        return found.view(pairs, blocks, size, self.unit)
 
     def attend(self, query: Tensor, scaling: float, index: Tensor) -> tuple[Tensor, Tensor]:
         pairs, blocks, _, width = self.keys.shape
@@ -241,12 +235,17 @@ class Capsule(Store):
         rows = query[0].reshape(pairs, heads // pairs * n, width)
         logits = self._logits(rows * scaling)
         if not self._whole(index):
-            logits.masked_fill_(index < 0, float("-inf"))
-        lse = logits.logsumexp(-1)
-        weights = (logits - lse[..., None]).exp_().view(*lse.shape, blocks, parts.block)
+            holes = (index < 0).view(-1, blocks, 1, parts.block)
+            logits = logits.masked_fill(holes, float("-inf"))
+        highest = logits.amax(3).amax(1)
+        weights = (logits - highest[:, None, :, None]).exp_()
+        by_place = weights.sum(1)
+        total = by_place.sum(-1)
+        lse = total.log() + highest
         mixed = torch.matmul(weights.to(self.values.dtype), parts.basis.to(self.values.dtype))
-        output = torch.bmm(mixed.flatten(2), self.values.flatten(1, 2)).float()
-        output += torch.bmm(weights.sum(2), parts.value_mean)
+        output = torch.bmm(mixed.transpose(1, 2).flatten(2), self.values.flatten(1, 2)).float()
+        output += torch.bmm(by_place, parts.value_mean)
+        output /= total[..., None]
         shape = (1, heads, n)
         return output.view(*shape, -1).to(query.dtype), lse.view(shape)
 
@@ -264,19 +263,23 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True)
 class _Turns:
-    """What turning a query instead of the keys takes; the same for all blocks.
+    """What turning a query instead of the keys takes; the same for all blocks but ``first``.
 
     Attributes
     ----------
     mix_cos, mix_sin : Tensor
-        ``[g - m, m, d]``: ``M`` times cosine and sine of the angle between a token and a kept one.
+        ``[g, m, d]``: ``M`` times cosine and sine of the angle between a token and a kept one; a
+        kept token follows from itself alone.
     mean : Tensor
-        ``[P, g - m, d]``: the constant part, turned to the token's angle from its block's first.
+        ``[P, g, d]``: the constant part, turned to the token's angle from its block's first.
+    first : Tensor
+        ``[B, d]``: cosine and sine of each block's first angle.
     """
 
     mix_cos: Tensor
     mix_sin: Tensor
     mean: Tensor
+    first: Tensor
 
 
 def _turns_of(parts: BlockParts, cos: Tensor, sin: Tensor) -> _Turns | None:
@@ -295,14 +298,17 @@ def _turns_of(parts: BlockParts, cos: Tensor, sin: Tensor) -> _Turns | None:
     ):
         return None
     near, far = near[0], far[0]  # [g, d/2]
-    kept, missing = parts.kept, parts.missing
+    kept = parts.kept
+    mix = torch.zeros((g, len(kept)), device=parts.mix.device)
+    mix[kept] = torch.eye(len(kept), device=mix.device)
+    mix[parts.missing] = parts.mix
     # Token t from kept token s.
-    between_cos = near[missing][:, None] * near[kept] + far[missing][:, None] * far[kept]
-    between_sin = far[missing][:, None] * near[kept] - near[missing][:, None] * far[kept]
-    mix = parts.mix[..., None]
-    constant = parts.key_mean[:, missing] - parts.mix @ parts.key_mean[:, kept]
+    between_cos = near[:, None] * near[kept] + far[:, None] * far[kept]
+    between_sin = far[:, None] * near[kept] - near[:, None] * far[kept]
+    constant = parts.key_mean - mix @ parts.key_mean[:, kept]
     return _Turns(
-        (mix * between_cos).repeat(1, 1, 2),
-        (mix * between_sin).repeat(1, 1, 2),
-        rotate(constant, near[missing], far[missing]),
+        (mix[..., None] * between_cos).repeat(1, 1, 2),
+        (mix[..., None] * between_sin).repeat(1, 1, 2),
+        rotate(constant, near, far),
+        torch.cat([cos[:, 0], sin[:, 0]], dim=-1),
     )

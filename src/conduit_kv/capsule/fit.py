@@ -168,7 +168,8 @@ def fit(
     out : Path
         Beside it ``out`` + ``.progress`` keeps the sums until the end.
     block : int or None
-        Tokens in a block; by default a row of the images' grid where all have the same, else 15.
+        Tokens in a block; by default two rows of the images' grid where all have the same, else
+        15.
     progress : callable
         ``progress(done, total)`` after each image.
 
@@ -189,7 +190,7 @@ def fit(
             continue
         inputs = _inputs(vlm, image)
         if size is None:
-            size = block or _row_length(vlm, inputs)
+            size = block or _two_rows(vlm, inputs)
         sums = _look(vlm, inputs, size, sums)
         progress(number + 1, len(images))
         if (number + 1) % _SAVE_EVERY == 0:
@@ -210,10 +211,11 @@ def _inputs(vlm: Runner, image: ImageLike) -> dict[str, Any]:
     return vlm.process(vlm.render([message]), [read_image(image)])
 
 
-def _row_length(vlm: Runner, inputs: dict[str, Any]) -> int:
+def _two_rows(vlm: Runner, inputs: dict[str, Any]) -> int:
     layouts = vlm.family.layouts(vlm.model, [inputs["input_ids"][0].cpu()], inputs)
     (grid,) = layouts[0].grids
-    return DEFAULT_BLOCK if grid.views or grid.frames > 1 else int(grid.columns)
+    # A token resembles those above and below as much as those beside it.
+    return DEFAULT_BLOCK if grid.views or grid.frames > 1 else 2 * int(grid.columns)
 
 
 @torch.inference_mode()

@@ -95,7 +95,7 @@ _fitted: dict[tuple[int, float, str], list[BlockParts]] = {}
 class KvCapsule(Blocks):
     r"""Keys: a subset that predicts the others; values: principal components over the tokens.
 
-    A block is ``g`` consecutive visual tokens (one row of the built-in model's grid). Per layer:
+    A block is ``g`` consecutive visual tokens (two rows of the built-in model's grid). Per layer:
 
     - keys, before RoPE: the ``m`` tokens of a block from which the others follow best are kept
       exactly, chosen greedily on calibration images; the others are rebuilt by the best linear

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class Components(Capsule):
     """Keys too are coefficients over the tokens of a block, before RoPE."""
 
-    def _logits(self, rows: Tensor) -> Tensor:
-        return torch.bmm(rows, self._keys(rows.dtype).transpose(1, 2)).float()
+    @property
+    def _turns(self) -> None:  # type: ignore[override]
+        """Nothing takes the place of rebuilding."""
 
     def _keys(self, dtype: torch.dtype) -> Tensor:
         if self.rebuilt:
