@@ -77,7 +77,7 @@ class Stream:
         chunk: int | None,
     ) -> None:
         self.family, self.text_model, self.cache, self.chunk = family, text_model, cache, chunk
-        self.position_ids = position_ids
+        self.layers, self.position_ids = family.layers(text_model), position_ids
         rotary: tuple[Tensor, Tensor] = text_model.rotary_emb(embeddings, position_ids)  # type: ignore
         self.hidden, self.rotary, self.features = embeddings, rotary, features
         self.columns: list[Tensor] | None = None
@@ -178,7 +178,7 @@ class Stream:
 
     def ask(self, number: int) -> Answer:
         """A layer's queries and keys for the columns that run, which it does not run through."""
-        layer = self.family.layers(self.text_model)[number]
+        layer = self.layers[number]
         arguments = {cache_name(type(layer)): None, "use_cache": False, "conduit": Question()}
         try:
             layer(
@@ -216,7 +216,7 @@ class Stream:
 
     def run(self, number: int, step: Step) -> None:
         """Run a layer over the columns that run, a chunk at a time."""
-        layer = self.family.layers(self.text_model)[number]
+        layer = self.layers[number]
         arguments = {cache_name(type(layer)): self.cache, "use_cache": True, "conduit": step}
         progress = self.cache.progress
         whole, columns = progress.step_tokens, self.hidden.shape[1]
@@ -306,7 +306,7 @@ def run_stack(
     step = Step(cache)
     states = [embeddings] if output_hidden_states else []
     with attending(text_model):
-        for number, layer in enumerate(family.layers(text_model)):
+        for number, layer in enumerate(stream.layers):
             if routing:
                 cache.flow(number, stream)
             cache.enter(layer, stream.hidden)

@@ -50,7 +50,8 @@ class Family(ABC):
 
     def layers(self, text_model: nn.Module) -> Sequence[nn.Module]:
         """The decoder layers in order."""
-        return text_model.layers[: text_model.config.num_hidden_layers]  # type: ignore
+        # A slice of a ModuleList is a new module, which takes as long as a small layer runs.
+        return list(text_model.layers)[: text_model.config.num_hidden_layers]  # type: ignore
 
     def attention(self, layer: nn.Module) -> nn.Module:
         """A decoder layer's attention module."""

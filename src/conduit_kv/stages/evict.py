@@ -141,7 +141,7 @@ class Eviction:
             int(view.layout.visual.sum()) if of_visual else view.size
             for view in (self._scored[layer][row][0][0] for layer in layers)
         ]
-        total = self.method.budget.total(reached, self._bytes_per_token())
+        total = self.method.budget.total(reached, self._bytes_per_token)
         scores = [[s for _, s in self._scored[layer][row]] for layer in layers]
         budgets = self.method.layer_budgets(total, scores, most)
         if sum(budgets) > total:
@@ -211,7 +211,7 @@ class Eviction:
         granted, then = self.budgets[layer][row]
         now = self.cache.layers[layer].reached(row)
         target = self.method.budget.target(
-            granted, then, now, len(self.budgets), self._bytes_per_token()
+            granted, then, now, len(self.budgets), self._bytes_per_token
         )
         if (layer, row) not in self._carried and self.cache.layers[layer].slots <= target:
             return none
@@ -279,6 +279,7 @@ class Eviction:
         if self._features:
             self._features = [self._features[row] for row in rows]
 
+    @cached_property
     def _bytes_per_token(self) -> float:
         return next(layer.bytes_per_token for layer in self.cache if layer.kind == "full")
 

@@ -47,10 +47,11 @@ def weakest(score: Tensor, tier: Tensor, count: int) -> Tensor:
     tier = tier.cpu()
     if count == 1 and len(tier):
         lowest = int(tier.min())
-        last = torch.nonzero(tier == lowest).flatten()
-        score = torch.nan_to_num(score[last].float().cpu(), nan=float("-inf"))
-        last = last[score == score.min()][-1:]
-        return last if lowest != PROTECTED else last[:0]
+        if lowest == PROTECTED:
+            return torch.empty(0, dtype=torch.long)
+        score = torch.nan_to_num(score.float().cpu(), nan=float("-inf"))
+        score = score.masked_fill_(tier != lowest, float("inf"))
+        return len(score) - 1 - score.flip(0).argmin().view(1)  # of equals the newest
     count = min(count, int((tier != PROTECTED).sum()))
     order = ranking(score, tier)
     return order[len(order) - count :]
