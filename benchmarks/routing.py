@@ -141,8 +141,9 @@ def summary(data: Mapping[str, Any]) -> dict[str, Any]:
         group, plan = plans[name]
         row: dict[str, Any] = {"plan": plan, "kinds": {}}
         kinds = sorted({data["kinds"][item] for item in scores})
-        for kind in ["all", "what+where", *kinds]:
-            wanted = {"all": kinds, "what+where": ["what", "where"]}.get(kind, [kind])
+        groups = {"all": kinds, "what+where": ["what", "where"], "others": ["how-many", "left-of"]}
+        for kind in [*groups, *kinds]:
+            wanted = groups.get(kind, [kind])
             items = [i for i in scores if data["kinds"][i] in wanted and i in full]
             if not items:
                 continue

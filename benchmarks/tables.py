@@ -1,4 +1,4 @@
-"""Write the measured sections of the README and of docs/usage.md from result files.
+"""Write the measured sections of the README and of the docs from result files.
 
     python benchmarks/tables.py
 
@@ -34,12 +34,18 @@ def main() -> None:
     measured = {"headline": results_in("headline"), "usage": results_in("usage")}
     if measured["headline"]:
         text = between(text, "headline", headline(measured["headline"]))
+        (ROOT / "docs" / "measured.md").write_text(side_by_side(measured["headline"]))
     everything = [*measured["usage"].values(), *measured["headline"].values()]
     if everything:
         found = merged(everything)
         text = between(text, "usage", usage(found))
         (ROOT / "docs" / "usage.md").write_text(every_plan(found))
     readme.write_text(text)
+    for name, section in (("route", routing), ("retrieve", retrieve)):
+        file = RESULTS / {"route": "routing.json", "retrieve": "retrieve.json"}[name]
+        page = ROOT / "docs" / "methods" / f"{name}.md"
+        if file.exists():
+            page.write_text(between(page.read_text(), name, section(json.loads(file.read_text()))))
 
 
 def results_in(folder: str) -> dict[str, dict[str, Any]]:
@@ -58,15 +64,58 @@ def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"manifest": results[0]["manifest"], "rows": list(rows.values())}
 
 
-def headline(results: dict[str, dict[str, Any]]) -> str:
-    """One table per system: its plans, its baselines and the controls on the same items."""
-    guessed = {
+CONTROLS = {
+    "tgv-kv": "text-random:{}(of=visual)",
+    "reroute": "reroute:{}(rank=random)",
+    "lightkv": "random-reduce:{}",
+    "conduit": "random-refresh:{}",
+    "retoken": "random-select:{}",
+    "kvcapsule": "text-random:{}(of=visual)",
+    "windowquant": "random-windows:{}",
+}
+"""Per system, what chance does with the same amount."""
+
+
+def guessed(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per task, the full cache's row with another item's images."""
+    return {
         row["task"]: row
         for content in results.values()
         for row in content["rows"]
         if row["control"] == "wrong-image" and row["plan"] == "full"
     }
-    parts = []
+
+
+def headline(results: dict[str, dict[str, Any]]) -> str:
+    """The seven systems in one table, each beside the full cache and chance."""
+    wrong, lines = guessed(results), []
+    for sweep, content in results.items():
+        rows = [row for row in content["rows"] if row["control"] is None]
+        found = {(row["task"], row["plan"]): row for row in rows}
+        for row in rows:
+            name, _, amount = row["plan"].partition(":")
+            chance = CONTROLS.get(name, "").format(amount.partition("(")[0])
+            if name != sweep[2:] or row["plan"] == chance:
+                continue
+            task = row["task"]
+            beside = (found.get((task, plan)) for plan in ("full", chance))
+            others = [f"{other['accuracy']:.2f}" if other else "-" for other in beside]
+            guess = f"{wrong[task]['accuracy']:.2f}" if task in wrong else "-"
+            lines.append([f"`{row['plan']}`", task, cell(row), *others, guess])
+    head = ["plan", "task", "accuracy", "full cache", "by chance", "wrong image"]
+    return table(head, lines) + "\n\n" + NOTE + " [All baselines](docs/measured.md)."
+
+
+NOTE = (
+    "Accuracy with its 95 % interval and n, built-in model, seed 0; `*` where the paired "
+    "difference to the full cache excludes 0: `make bench`."
+)
+
+
+def side_by_side(results: dict[str, dict[str, Any]]) -> str:
+    """One table per system: its plans, its baselines and the controls on the same items."""
+    wrong = guessed(results)
+    parts = ["# The seven systems, each beside its baselines", "", NOTE, ""]
     for name, content in results.items():
         rows = [row for row in content["rows"] if row["control"] is None]
         title = (ROOT / "benchmarks" / "headline" / f"{name}.yaml").read_text()
@@ -80,16 +129,10 @@ def headline(results: dict[str, dict[str, Any]]) -> str:
             [f"`{plan}`", *(cell(of[task]) if task in of else "-" for task in tasks)]
             for plan, of in by_plan.items()
         ]
-        wrong = [guessed.get(task) for task in tasks]
-        lines.append(
-            ["`full`, wrong image", *(f"{r['accuracy']:.2f}" if r else "-" for r in wrong)]
-        )
+        shown = [f"{wrong[task]['accuracy']:.2f}" if task in wrong else "-" for task in tasks]
+        lines.append(["`full`, wrong image", *shown])
         parts += [title.splitlines()[0].removeprefix("# ") + "\n", table(["plan", *tasks], lines)]
         parts.append("")
-    parts.append(
-        "Accuracy with its 95 % interval and n, built-in model, seed 0; `*` where the paired "
-        "difference to the full cache excludes 0: `make bench`."
-    )
     return "\n".join(parts)
 
 
@@ -192,6 +235,111 @@ def every_plan(found: dict[str, Any]) -> str:
         head = ["plan", "n", "accuracy", "against full", "agreement", "visual kept", "K/V"]
         parts.append(table(head, lines))
     return "\n".join(parts) + "\n"
+
+
+# -- route and retrieve ---------------------------------------------------------------------------
+
+
+def routing(found: dict[str, Any]) -> str:
+    """Delete and reroute side by side per reduction; then everything at 55 %; then seconds."""
+    rows = found["summary"]
+    parts = []
+    for title, kind in (("what and where", "what+where"), ("how many and left of", "others")):
+        lines = []
+        for name, row in rows.items():
+            if " reroute" not in name or "55 %" in name or kind not in row["kinds"]:
+                continue
+            mine, theirs = (
+                row["kinds"][kind],
+                rows[name.replace("reroute", "delete")]["kinds"][kind],
+            )
+            rank = name.partition(" reroute")[0] + (", FastV's schedule" * ("schedule" in name))
+            lines.append(
+                [
+                    f"{name[-6:]} fewer",
+                    rank,
+                    within(theirs),
+                    within(mine),
+                    apart(mine["difference"]),
+                ]
+            )
+        if lines:
+            full = rows["full"]["kinds"][kind]
+            parts.append(f"**Boards, {title}** (full {within(full)})\n")
+            head = ["tokens", "ranking", "delete", "reroute", "reroute - delete"]
+            parts.append(table(head, sorted(lines, key=lambda line: line[0])) + "\n")
+    lines = [
+        [
+            f"`{row['plan']}`",
+            within(row["kinds"]["all"]),
+            apart(row["kinds"]["all"]["against_full"]),
+        ]
+        for name, row in rows.items()
+        if "55 % kept" in name
+    ]
+    if lines:
+        parts.append("**Boards, all kinds, 55 % of the tokens on average**\n")
+        parts.append(table(["plan", "accuracy", "against full"], lines) + "\n")
+    if found.get("prefill"):
+        timed = found["prefill"]
+        parts.append(f"**Prefill of {timed['tokens']} tokens, {timed['dtype']}**\n")
+        lines = [
+            [f"`{plan['plan']}`", f"{plan['flops_of_full']:.2f}", f"{plan['of_full']:.2f}"]
+            for plan in timed["plans"].values()
+        ]
+        parts.append(table(["plan", "FLOPs, x full", "time, x full"], lines) + "\n")
+    wrong = rows["full"].get("wrong_image")
+    beside = f" With another board's image the full cache has {within(wrong)}." if wrong else ""
+    return "\n".join(
+        [*parts, f"95 % intervals; differences are paired, by bootstrap.{beside} `make routing`."]
+    )
+
+
+def retrieve(found: dict[str, Any]) -> str:
+    """Recall and answers per number of images, beside full attention; turns, time, memory."""
+    lines = [
+        [
+            str(row["images"]),
+            row["name"],
+            f"{row['recall@1']:.2f} ({row['recall@1_interval'][0]:.2f}-"
+            f"{row['recall@1_interval'][1]:.2f})"
+            if "recall@1" in row
+            else "-",
+            within({**row, "interval": (row["low"], row["high"])}),
+            f"{apart(row['difference'])} {row['against']}" if "difference" in row else "-",
+        ]
+        for row in found["answers"]
+    ]
+    head = ["images", "plan", "Recall@1", "answers", "against the best full attention"]
+    parts = [table(head, lines) + "\n"] if lines else []
+    for row in found["turns"]:
+        parts.append(
+            f"{row['questions']} questions one after another on {row['images']} images, "
+            f"{row['sets']} sets: {row['together'][0]:.2f} ({row['together'][1]:.2f}-"
+            f"{row['together'][2]:.2f}, n {row['n']}), each asked alone {row['alone'][0]:.2f}; "
+            f"difference {apart(row['difference'])}.\n"
+        )
+    for row in found["time"]:
+        shares = ", ".join(f"{name} {share:.2f} x" for name, share in row["share_of"].items())
+        parts.append(
+            f"Seconds per question on {row['images']} images: {row['seconds']['retoken']:.2f} for "
+            f"ReToken, of others: {shares}.\n"
+        )
+    for row in found["memory"]:
+        parts.append(
+            f"Resident per question on {row['images']} images with entries on disk: "
+            f"{row['resident'] / 1e6:.1f} MB, {100 * row['share']:.1f} % of the full cache.\n"
+        )
+    return "\n".join([*parts, "95 % intervals: `python benchmarks/retrieve.py`."])
+
+
+def within(entry: dict[str, Any]) -> str:
+    low, high = entry["interval"]
+    return f"{entry['accuracy']:.2f} ({low:.2f}-{high:.2f}, n {entry['n']})"
+
+
+def apart(difference: dict[str, Any]) -> str:
+    return f"{difference['mean']:+.2f} ({difference['low']:+.2f} to {difference['high']:+.2f})"
 
 
 # -- speed ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def report(
 
     The page is a single file and needs no network.
 
-    conduit-kv report benchmarks/results/usage.json -o report.html
+    conduit-kv report benchmarks/results/headline -o report.html
     """
     from conduit_kv.errors import InputError
 
