@@ -114,7 +114,9 @@ class Measure:
         """Ask one item under one plan."""
 
         def make() -> dict[str, Any]:
-            state = self.vlm.prefill(self.inputs(item, shown), self.plan(method), store=self.store)
+            plan = self.plan(method)
+            store = self.store if plan.takes_entries else None
+            state = self.vlm.prefill(self.inputs(item, shown), plan, store=store)
             retrieval = state.cache.retrieval
             found: dict[str, Any] = {"order": [], "text": None, "score": None}
             if retrieval is not None:

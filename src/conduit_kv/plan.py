@@ -123,6 +123,14 @@ class Plan:
         return any(method is not None and not method.is_identity
                    for method in (self.reuse, self.retrieve))  # fmt: skip
 
+    def check_store(self, store: object) -> None:
+        """Raise PlanError if there is a store, and this plan would neither read nor fill it."""
+        if store is not None and self.reuse is None and self.retrieve is None:
+            raise PlanError(
+                f"the plan {self} reuses no images, so that nothing would be taken from the store "
+                "or put into it: write for example conduit:0.1, or leave the store out"
+            )
+
     @property
     def beginning(self) -> Plan:
         """What shapes a prefill itself: all but evict and hold, which act on what it leaves."""

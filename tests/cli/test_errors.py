@@ -108,7 +108,7 @@ def test_bad_plan(plan: str, says: str, run: Run, loads: list[str], good: Path) 
         (["--nothing"], "--nothing"),
         (["--threads", "0"], "threads"),
         (["--store", "new"], "reuses no images"),
-        (["--store", "new", "--plan", "conduit:1.0"], "leave --store out"),
+        (["--store", "new", "--plan", "conduit:1.0"], "leave the store out"),
         (["--tenant", "me", "--plan", "conduit:0.1"], "add --store"),
     ],
 )

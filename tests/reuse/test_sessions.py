@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conduit_kv import VLM, InputError, PlanError, Store
+from conduit_kv import VLM, InputError, PlanError, Store, compress
 from conduit_kv.engine.session import Session
 from tests.tiny import tiny_model
 from tests.tiny.parts import picture
@@ -52,6 +52,20 @@ def test_a_new_image_in_a_later_turn_invalidates_nothing(name: str) -> None:
     turns(other, 1)
     assert other.report.reuse is not None
     assert other.report.reuse.computed_tokens == 0
+
+
+def test_a_store_that_a_plan_would_not_look_at_is_refused() -> None:
+    vlm, plan = vlm_of(), "tgv-kv:0.6"
+    with pytest.raises(PlanError, match="reuses no images"):
+        vlm.session(plan, store=Store())
+    with pytest.raises(PlanError, match="reuses no images"):
+        vlm.prefill({}, plan, store=Store())
+    with (
+        pytest.raises(PlanError, match="reuses no images"),
+        compress(vlm.model, plan, store=Store()),
+    ):
+        pass
+    vlm.session("conduit:1.0", store=Store())  # all is computed, but it is what it says
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -103,11 +103,7 @@ def ask(
         raise InputError(f"--max-new-tokens is {max_new_tokens}: ask for at least one")
     if films and (picture is not None or explain_plan):
         raise InputError("--picture and --explain-plan are for images: leave --video out")
-    if store is not None and not parsed.takes_entries:
-        raise InputError(
-            f"the plan {parsed} reuses no images, so that nothing would be taken from or put into "
-            f"{store}: write --plan conduit:0.1, or leave --store out"
-        )
+    parsed.check_store(store)
     if tenant and store is None:
         raise InputError("--tenant says whose stored images these are: add --store FOLDER")
     kept = None

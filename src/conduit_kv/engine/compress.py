@@ -387,6 +387,7 @@ def compress(
         Run a prefill so many tokens at a time within each layer. The result is the same.
     store : Store or None
         Where a reuse stage keeps images and text; by default in memory, as long as the block runs.
+        An error under a plan that reuses nothing.
     processor : ProcessorMixin, optional
         The model's processor: a reuse stage prefills images inside its chat template.
 
@@ -402,8 +403,10 @@ def compress(
     """
     target = unwrap(model)
     family = family_of(target)
+    plan = Plan.of(plan)
+    plan.check_store(store)
     shelf = Shelf.of(store or Store(), family, target, processor)
-    run = Run(target, family, Plan.of(plan), prefill_chunk, shelf=shelf)
+    run = Run(target, family, plan, prefill_chunk, shelf=shelf)
     with wrapped(run):
         yield run
 

@@ -261,7 +261,8 @@ class Runner:
         watch : sequence of Plan
             Plans whose evict and hold methods observe this prefill too, for :meth:`forks`.
         store : Store
-            Where a reuse stage keeps images; :attr:`store` by default.
+            Where a reuse or retrieve stage keeps images; :attr:`store` by default.
+            An error under a plan that has neither.
         """
         plan = Plan.of(plan)
         for other in watch:
@@ -270,6 +271,7 @@ class Runner:
                     f"a prefill under {plan} cannot be watched under {other}: only their evict and "
                     "hold stages may differ"
                 )
+        plan.check_store(store)
         shelf = self.shelf(store) if plan.takes_entries else None
         run = Run(self.model, self.family, plan, chunk, evict, shelf)
         cache = run.new_cache()

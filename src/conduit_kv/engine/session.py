@@ -61,7 +61,8 @@ class Session:
     plan : Plan
     prefill_chunk : int or None
     store : Store or None
-        Where a reuse stage keeps images; the model's own, in memory, by default.
+        Where a reuse or retrieve stage keeps images; the model's own, in memory, by default.
+        An error under a plan that has neither.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Session:
         prefill_chunk: int | None = None,
         store: Store | None = None,
     ) -> None:
+        plan.check_store(store)
         self.vlm = vlm
         self.plan = plan
         self.store = store

@@ -58,7 +58,8 @@ class VLM(Runner):
         stop : sequence of str
             The answer ends before the first of these.
         store : Store
-            Where a reuse stage keeps images; this object's own, in memory, by default.
+            Where a reuse or retrieve stage keeps images; this object's own, in memory, by default.
+            An error under a plan that has neither.
 
         Raises
         ------
