@@ -125,7 +125,7 @@ class Plan:
 
     def check_store(self, store: object) -> None:
         """Raise PlanError if there is a store, and this plan would neither read nor fill it."""
-        if store is not None and self.reuse is None and self.retrieve is None:
+        if store is not None and not self.takes_entries:
             raise PlanError(
                 f"the plan {self} reuses no images, so that nothing would be taken from the store "
                 "or put into it: write for example conduit:0.1, or leave the store out"
