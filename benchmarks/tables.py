@@ -102,8 +102,26 @@ def headline(results: dict[str, dict[str, Any]]) -> str:
             others = [f"{other['accuracy']:.2f}" if other else "-" for other in beside]
             guess = f"{wrong[task]['accuracy']:.2f}" if task in wrong else "-"
             lines.append([f"`{row['plan']}`", task, cell(row), *others, guess])
+    file = RESULTS / "retrieve.json"
+    if file.exists():
+        lines += retrieved(json.loads(file.read_text())["answers"])
     head = ["plan", "task", "accuracy", "full cache", "by chance", "wrong image"]
     return table(head, lines) + "\n\n" + NOTE + " [All baselines](docs/measured.md)."
+
+
+def retrieved(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """ReToken's lines of the headline: what a question costs is two images' worth of tokens."""
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        here = {row["name"]: row for row in rows if row["task"] == task}
+        mine = here["retoken"]
+        shown = (here.get(mine["against"]), here.get("random-select"))
+        beside = [f"{row['accuracy']:.2f}" if row else "-" for row in shown]
+        wrong = here.get("retoken, wrong images")
+        guess = f"{wrong['accuracy']:.2f}" if wrong else "-"
+        accuracy = within({**mine, "interval": (mine["low"], mine["high"])})
+        lines.append([f"`{mine['plan']}`", task, accuracy, *beside, guess])
+    return lines
 
 
 NOTE = (
