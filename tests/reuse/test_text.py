@@ -115,7 +115,7 @@ def test_everything_refreshed_is_plain_transformers(name: str) -> None:
         logits, cache = run(name, f"conduit:{visual}(refresh_text=true)", inputs, store)
         assert bool(cached_text(cache)) == bool(times)
         assert error(logits, plain) <= 1e-5
-    assert error(run(name, "conduit:1.0", inputs, store)[0], plain) <= 1e-5
+    assert error(run(name, "conduit:1.0", inputs)[0], plain) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ("llava", "qwen3-vl"))
