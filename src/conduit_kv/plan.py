@@ -118,6 +118,11 @@ class Plan:
         return self.stage("retrieve")
 
     @property
+    def retrieves(self) -> bool:
+        """Whether each question chooses what it sees of images that were prefilled alone."""
+        return self.retrieve is not None and not self.retrieve.is_identity
+
+    @property
     def takes_entries(self) -> bool:
         """Whether images are prefilled alone and kept in a store."""
         return any(method is not None and not method.is_identity
@@ -133,10 +138,12 @@ class Plan:
 
     @property
     def beginning(self) -> Plan:
-        """What shapes a prefill itself: all but evict and hold, which act on what it leaves."""
-        return Plan(
-            tuple(m for m in self if m.stage not in ("evict", "hold") and not m.is_identity)
-        )
+        """What shapes a prefill itself: all but evict and hold, which act on what it leaves.
+
+        Beside a retrieve method, hold shapes it: it packs what questions choose from.
+        """
+        later = ("evict",) if self.retrieves else ("evict", "hold")
+        return Plan(tuple(m for m in self if m.stage not in later and not m.is_identity))
 
     @property
     def is_identity(self) -> bool:

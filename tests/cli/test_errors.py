@@ -110,6 +110,9 @@ def test_bad_plan(plan: str, says: str, run: Run, loads: list[str], good: Path) 
         (["--store", "new"], "reuses no images"),
         (["--store", "new", "--plan", "conduit:1.0"], "leave the store out"),
         (["--tenant", "me", "--plan", "conduit:0.1"], "add --store"),
+        (["--held", "kivi:4", "--plan", "conduit:0.1"], "add --store"),
+        (["--store", "new", "--held", "int3", "--plan", "conduit:0.1"], "entries are held"),
+        (["--plan", "rekv:400 + windowquant:3.17"], "depend on the question"),
     ],
 )
 def test_bad_option(options: list[str], says: str, run: Run, loads: list[str], good: Path) -> None:

@@ -17,10 +17,10 @@ from conduit_kv.errors import PlanError
 from conduit_kv.layout import Grid, Layout
 from conduit_kv.methods.base import registry
 from conduit_kv.methods.retrieve import AttentionSelect, ReKv, UniformFrames
-from conduit_kv.methods.retrieve.base import unit_means, unit_softmax_means
+from conduit_kv.methods.retrieve.base import take_images, unit_means, unit_softmax_means
 from conduit_kv.plan import Plan
 from conduit_kv.ranks import highest
-from conduit_kv.retrieve import Bank, contiguous_positions, take_images
+from conduit_kv.retrieve import Bank, contiguous_positions
 from conduit_kv.retrieve.question import Question, early_states
 from tests.contracts.helpers import examples, turn
 from tests.tiny import tiny_model

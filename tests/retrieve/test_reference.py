@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from conduit_kv.engine.runner import Runner
+from conduit_kv.layout import Grid, Layout
+from conduit_kv.methods.hold.base import Scene, Where
+from conduit_kv.plan import Plan
 from conduit_kv.retrieve import contiguous_positions
 from tests.contracts.helpers import error, turn
-from tests.retrieve.reference import alone, by_hand, seen_by
+from tests.retrieve.reference import Alone, alone, by_hand, seen_by
 from tests.tiny import FAMILY_NAMES, VIDEO_NAMES, tiny_inputs, tiny_model
 
 TOLERANCE = 1e-4
@@ -110,3 +113,46 @@ def test_decoding_goes_on_over_what_was_chosen(name: str) -> None:
         vlm.step([state], [token])
     assert torch.equal(state.cache.retrieval.choice.tokens, chosen)
     check(vlm, state, images)
+
+
+@pytest.mark.parametrize("hold", ["kivi:4", "rtn:8", "fp8", "stride-interpolate:0.5(block=4)"])
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_packed_entries_equal_the_cache_by_hand(name: str, method: str, hold: str) -> None:
+    """What a question reads of an image is what the hold method makes of it, layer by layer."""
+    vlm, inputs = runner(name), turn(name, 3)
+    state = vlm.prefill(inputs, f"{method}:0.5 + {hold}")
+    retrieval = state.cache.retrieval
+    images = alone(vlm.model, inputs, retrieval.shelf.prefix)
+    if method != "rekv":
+        check(vlm, state, [packed(image, hold) for image in images])
+    later = turn(name, 0, " And the blue one?", first=False)
+    vlm.extend(state, later)
+    seen = state.cache.retrieval.choice.tokens
+    keys, values = retrieval.bank.gather(seen)
+    units = retrieval.bank.parts(seen)
+    by = [packed(images[unit], hold) for unit, _ in units]
+    for got, mine in ((keys, [x.keys for x in by]), (values, [x.values for x in by])):
+        parts = [x[:, :, at] for x, (_, at) in zip(mine, units, strict=True)]
+        assert error(got, torch.cat(parts, 2)) <= TOLERANCE
+
+
+def packed(image: Alone, hold: str) -> Alone:
+    """An image alone with K and V as a hold method gives them back, in one row of cells."""
+    method = Plan.parse(hold).hold
+    assert method is not None
+    count = len(image.tokens)
+    layout = Layout.of(torch.ones(count, dtype=torch.bool), [Grid(1, 1, count)])
+    bits = method.bits_of(Scene(layout, lambda: torch.empty(0), apart=True), torch.arange(count))
+    at = torch.nonzero(bits < 16).flatten()
+    keys, values = image.keys.clone(), image.values.clone()
+    for layer in range(len(keys)):
+        where = Where(layer, 0, keys.shape[1], at, lambda t: unturned(len(t), keys.shape[-1]))
+        mine = keys[layer][:, at], values[layer][:, at]
+        store = method.store(*mine, int(bits.min()), where)
+        k, v = store.dense(torch.float32)
+        keys[layer][:, at], values[layer][:, at] = k[:, : len(at)], v[:, : len(at)]
+    return Alone(keys, values, image.tokens)
+
+
+def unturned(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(count, width // 2), torch.zeros(count, width // 2)

@@ -142,6 +142,10 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
     vlm, inputs = runner("llava"), turn("llava", 2)
     with pytest.raises(PlanError, match="take one of them"):
         vlm.prefill(inputs, "snapkv:0.5(window=4) + rekv:9")
+    with pytest.raises(PlanError, match="depend on the question"):
+        vlm.prefill(inputs, "rekv:9 + windowquant:3.17")
+    with pytest.raises(PlanError, match="no text is kept"):
+        vlm.prefill(inputs, "rekv:9 + rtn:4(of=prompt)")
     batch, _ = batch_and_singles("llava")
     with pytest.raises(PlanError, match="one prompt at a time"), ckv.compress(vlm.model, "rekv:9"):
         vlm.model(**batch)
@@ -190,6 +194,27 @@ def test_entries_may_stay_on_disk(method: str, tmp_path: Path) -> None:
     # What is gone from the disk is computed again.
     store.clear()
     assert error(vlm.extend(state, later).logits, vlm.extend(twin, later).logits) <= 1e-5
+
+
+def test_packed_entries_are_the_same_from_every_tier(tmp_path: Path) -> None:
+    """Packed by the plan, by the store, or fetched and packed anew; smaller where they are held."""
+    vlm, inputs = runner("llava"), turn("llava", 3)
+    dense = vlm.prefill(inputs, "attention-select:16")
+    asked = [
+        vlm.prefill(inputs, "attention-select:16 + kivi:4"),
+        vlm.prefill(inputs, "attention-select:16", store=ckv.Store(held="kivi:4")),
+        vlm.prefill(inputs, "attention-select:16", store=ckv.Store(tmp_path, held="kivi:4")),
+        vlm.prefill(inputs, "attention-select:16 + kivi:4", store=ckv.Store(tmp_path, memory=0)),
+    ]
+    assert error(asked[0].logits, dense.logits) > 1e-5
+    asked += [
+        vlm.prefill(inputs, "attention-select:16", store=state.cache.retrieval.shelf.store)
+        for state in asked[1:3]
+    ]
+    for state in asked[1:]:
+        assert error(state.logits, asked[0].logits) <= 1e-5
+    (note,) = [note for note in asked[0].report.notes if "kivi:4" in note]
+    assert "questions choose from" in note
 
 
 def test_a_turn_is_undone_and_a_conversation_is_not_saved(tmp_path: Path) -> None:

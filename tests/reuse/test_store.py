@@ -21,10 +21,12 @@ import pytest
 import torch
 
 from conduit_kv import InputError, Store
-from conduit_kv.layout import Grid, View
+from conduit_kv.layout import Grid, Layout, View
+from conduit_kv.methods.hold.base import Scene, Where
 from conduit_kv.reuse import Entry, Key
 from conduit_kv.reuse.disk import DiskTier
-from conduit_kv.reuse.files import Damaged, Held, dump, parse
+from conduit_kv.reuse.files import Damaged, dump, parse
+from conduit_kv.reuse.held import Held, holder
 from conduit_kv.reuse.store import CostModel, bytes_of
 
 GRID = Grid(2, 2, 4, (View(1, 2, 3), View(0, 1, 2)))
@@ -85,27 +87,67 @@ def test_restored_equals_kept(tmp_path: Path) -> None:
     assert store.get(key_of(99)) is None
 
 
-def test_int8_is_close_and_smaller(tmp_path: Path) -> None:
-    key = key_of(dtype="torch.bfloat16")
-    entry = entry_of(key)
-    entry = replace(entry, keys=entry.keys.bfloat16(), values=entry.values.bfloat16())
+HOLDERS = ("int8", "kivi:4", "rtn:2", "fp8", "random-windows:3.17", "stride-interpolate:0.5")
+
+
+def large_entry(key: Key, dtype: torch.dtype = torch.bfloat16) -> Entry:
+    """Six rows of ten tokens: a number that no block or group divides."""
+    torch.manual_seed(3)
+    return replace(
+        entry_of(key, tokens=60),
+        keys=torch.randn(3, 2, 60, 32).to(dtype),
+        values=torch.randn(3, 2, 60, 32).to(dtype),
+        grid=Grid(1, 6, 10),
+    )
+
+
+@pytest.mark.parametrize("held", HOLDERS)
+def test_packed_entries_are_what_the_method_makes_of_them(tmp_path: Path, held: str) -> None:
+    """From memory and from disk alike: K and V of every layer packed as a cache packs them."""
+    key = key_of(dtype="torch.bfloat16", tokens=60)
+    entry, method = large_entry(key), holder(held)
+    store = Store(tmp_path, held=held)
+    store.put(key, entry)
+    cells = Layout.of(torch.ones(60, dtype=torch.bool), [entry.grid])
+    bits = method.bits_of(Scene(cells, lambda: torch.empty(0), apart=True), torch.arange(60))
+    for tier, source in (("memory", store), ("disk", Store(tmp_path, held=held))):
+        found = source.get(key)
+        assert found is not None
+        assert found.tier == tier
+        for name in ("features", "positions", "deepstack"):
+            assert torch.equal(getattr(found.entry, name), getattr(entry, name))
+        for number, name in enumerate(("keys", "values")):
+            got, exact = getattr(found.entry, name), getattr(entry, name)
+            assert got.dtype == exact.dtype
+            assert torch.equal(got[:, :, bits == 16], exact[:, :, bits == 16])
+            assert not torch.equal(got, exact)
+            for level in set(bits.tolist()) - {16}:
+                at = torch.nonzero(bits == level).flatten()
+                for layer in range(3):
+                    where = Where(layer, 0, 2, at, lambda t: (torch.ones(len(t), 16),
+                                                              torch.zeros(len(t), 16)))  # fmt: skip
+                    packed = method.store(
+                        entry.keys[layer][:, at], entry.values[layer][:, at], level, where
+                    ).dense(torch.bfloat16)[number]
+                    assert torch.equal(got[layer][:, at], packed[:, : len(at)])
+    assert Held.of(entry, method).nbytes < Held.of(entry).nbytes
+
+
+def test_int8_is_close(tmp_path: Path) -> None:
+    key = key_of(dtype="torch.bfloat16", tokens=60)
+    entry = large_entry(key)
     store = Store(tmp_path, held="int8")
     store.put(key, entry)
-    for found in (store.get(key), Store(tmp_path, held="int8").get(key)):
-        assert found is not None
-        assert found.entry.keys.dtype == torch.bfloat16
-        # Half a step of 1/127 of the largest value, and bf16's own rounding.
-        for name in ("keys", "values"):
-            kept, stored = getattr(entry, name).float(), getattr(found.entry, name).float()
-            assert float((kept - stored).abs().max()) <= float(kept.abs().max()) * (
-                0.5 / 127 + 2**-8
-            )
-        assert torch.equal(found.entry.features, entry.features)
-    assert Held.of(entry, "int8").nbytes < Held.of(entry, "full").nbytes
+    found = store.get(key)
+    assert found is not None
+    for name in ("keys", "values"):
+        kept, stored = getattr(entry, name).float(), getattr(found.entry, name).float()
+        # Half of 255 steps between a group's ends, in fp16, and bf16's own rounding.
+        assert float((kept - stored).abs().max()) <= float(kept.abs().max()) * (1 / 255 + 2**-7)
     # What was made coarser is not taken for what was not.
     other = Store(tmp_path)
     assert other.get(key) is None
-    assert any("held as int8" in note for note in other.notes)
+    assert any("held as kivi:8" in note for note in other.notes)
 
 
 def test_files_and_folders_are_their_owners_alone(tmp_path: Path) -> None:
@@ -233,7 +275,7 @@ def test_parse_refuses_what_is_no_entry() -> None:
     for data in (b"", b"x", b"\0" * 64, b"\xff" * 64, json.dumps({"a": 1}).encode()):
         with pytest.raises(Damaged):
             parse(data, key)
-    assert parse(dump(key, Held.of(entry_of(key), "full")), key).digest == key.digest
+    assert parse(dump(key, Held.of(entry_of(key))), key).digest == key.digest
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -291,7 +333,7 @@ def test_order_of_use_does_not_ask_the_clock(
     """A clock that goes back makes no entry older than it is."""
     clock = iter(range(10_000, 0, -50))
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
-    size = len(dump(key_of(), Held.of(entry_of(key_of()), "full")))
+    size = len(dump(key_of(), Held.of(entry_of(key_of()))))
     store = Store(tmp_path, memory=0)
     assert store.disk is not None
     store.disk.max_bytes = store.disk._index_bytes() + 3 * size + 200_000
@@ -459,8 +501,13 @@ def test_sizes_are_read_and_refused() -> None:
     for wrong in ("0.5", "much", "-1"):
         with pytest.raises(InputError):
             bytes_of(wrong)
-    with pytest.raises(InputError, match="full or int8"):
-        Store(held="int4")  # type: ignore[arg-type]
+    for wrong in ("int4", "tgv-kv:0.2", "kivi:4 + tgv-kv:0.2", "kivi:5", ""):
+        with pytest.raises(InputError, match="entries are held as full, as int8, or by"):
+            Store(held=wrong)
+    with pytest.raises(InputError, match="depend on the question"):
+        Store(held="windowquant:3.17")
+    with pytest.raises(InputError, match="no text is kept"):
+        Store(held="kivi:4(of=prompt)")
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

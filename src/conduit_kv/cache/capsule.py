@@ -168,6 +168,9 @@ class Capsule(Store):
         v = torch.matmul(self.parts.basis, self.values.float()) + self.parts.value_mean[:, None]
         return self._keys(dtype), v.flatten(1, 2).to(dtype)
 
+    def state(self) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values}  # angles follow from the tokens
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "keys", self.keys
         yield "values", self.values

@@ -42,6 +42,11 @@ class Store(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor held, and its kind: keys, values or scales."""
 
+    def state(self) -> dict[str, Tensor]:
+        """What a hold method's ``restore`` makes it from again, by name."""
+        found = vars(self).items()
+        return {name: value for name, value in found if isinstance(value, Tensor)}
+
     @abstractmethod
     def units(self, kept: Tensor) -> Store:
         """The store of some of its units, ``[n]`` int64, gathered whole."""

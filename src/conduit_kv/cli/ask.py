@@ -14,6 +14,7 @@ from conduit_kv.cli.common import (
     PICTURES,
     DeviceOption,
     DtypeOption,
+    HeldOption,
     ModelOption,
     ThreadsOption,
     bars,
@@ -73,6 +74,7 @@ def ask(
         ),
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose stored images these are.")] = "",
+    held: HeldOption = "full",
     explain_plan: Annotated[
         bool,
         typer.Option("--explain-plan", help="First print what the plan keeps of this prompt."),
@@ -106,11 +108,13 @@ def ask(
     parsed.check_store(store)
     if tenant and store is None:
         raise InputError("--tenant says whose stored images these are: add --store FOLDER")
+    if held != "full" and store is None:
+        raise InputError("--held says how stored images are kept: add --store FOLDER")
     kept = None
     if store is not None:
         from conduit_kv.reuse.store import Store
 
-        kept = Store(store, tenant=tenant)
+        kept = Store(store, tenant=tenant, held=held)
     vlm = load_vlm(model, device, dtype, threads)
     session = vlm.session(parsed, store=kept)
     if explain_plan:

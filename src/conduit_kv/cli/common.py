@@ -32,6 +32,9 @@ DtypeOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="CPU threads; by default as many as PyTorch takes.")
 ]
+HeldOption = Annotated[
+    str, typer.Option(help="How stored images are kept: full, int8, or as a hold method: kivi:4.")
+]
 
 
 def complain(problem: object) -> None:

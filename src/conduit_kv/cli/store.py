@@ -11,6 +11,7 @@ import typer
 from conduit_kv.cli.common import (
     DeviceOption,
     DtypeOption,
+    HeldOption,
     ModelOption,
     ThreadsOption,
     console,
@@ -146,6 +147,7 @@ def warm(
     model: ModelOption = "embedded",
     max_bytes: Annotated[str, typer.Option(help="The store's limit.")] = "8GB",
     tenant: Annotated[str, typer.Option(help="Whose entries these are.")] = "",
+    held: HeldOption = "full",
     bare: Annotated[
         bool, typer.Option("--bare", help="Without the chat template (context=none).")
     ] = False,
@@ -167,7 +169,7 @@ def warm(
     if not paths:
         raise InputError(f"{pictures} has no pictures ({', '.join(_ENDINGS)})")
     bytes_of(max_bytes)
-    kept = Store(into, max_bytes=max_bytes, memory=0, tenant=tenant)
+    kept = Store(into, max_bytes=max_bytes, memory=0, tenant=tenant, held=held)
     vlm = load_vlm(model, device, dtype, threads)
     plan = "reuse-all(context=none)" if bare else "reuse-all"
     computed = stored = refused = 0

@@ -19,6 +19,7 @@ from conduit_kv.methods.evict.full import Full
 from conduit_kv.methods.retrieve import RetrieveMethod
 from conduit_kv.plan import Plan
 from conduit_kv.reuse.fill import Recorder
+from conduit_kv.reuse.held import FULL
 from conduit_kv.reuse.shelf import Shelf
 from conduit_kv.stages.evict import Eviction
 from conduit_kv.stages.flow import Flow
@@ -40,7 +41,8 @@ class Ending:
     @staticmethod
     def of(plan: Plan, cache: VisualCache) -> Ending:
         """The stages of ``plan`` for a request's cache."""
-        return Ending(Eviction(plan.evict or Full(), cache), Holding(plan.hold, cache))
+        hold = None if plan.retrieves else plan.hold  # then it is entries that are packed
+        return Ending(Eviction(plan.evict or Full(), cache), Holding(hold, cache))
 
     @property
     def stages(self) -> list[Eviction | Holding]:
@@ -170,13 +172,7 @@ class RequestCache(VisualCache):
         method = self.plan.retrieve
         if not isinstance(method, RetrieveMethod) or method.is_identity:
             return None
-        others = [each for each in self.plan if each.stage != "retrieve" and not each.is_identity]
-        if others:
-            raise PlanError(
-                f"{method.name} runs the text anew over what each question chooses, and "
-                f"{others[0].name} acts on tokens that it would not find again: take one of them"
-            )
-        return Retrieval(method, self, self.shelf or Shelf())
+        return Retrieval(method, self, self.shelf or Shelf(), self.plan.hold or FULL)
 
     @property
     def took_images(self) -> bool:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from conduit_kv.layout import Layout
-from conduit_kv.ranks import highest
 from conduit_kv.reuse.entry import Entry
+from conduit_kv.reuse.held import Held
 
 Part = tuple[Literal["keys", "values", "features"], int | None]
 """What a method ranks by: K or V of one layer, or what the image encoder gave."""
+Source = Held | Callable[[], Entry]
+"""Where a unit's entry comes from: it is held, packed or not, or fetched each time."""
 
 
 @dataclass
@@ -24,8 +26,8 @@ class Bank:
     A unit is what was prefilled alone: an image, or a group of a video's frames. A candidate is a
     visual token; candidates count from 0 over all units in the order of the sequence.
 
-    A unit's entry is held, or it stays where it is stored: then only what ranks it is held, and
-    the entry is fetched when a question has chosen it.
+    A unit's entry is held, packed or not, or it stays where it is stored: then only what ranks it
+    is held, and the entry is fetched when a question has chosen it.
 
     Attributes
     ----------
@@ -43,8 +45,7 @@ class Bank:
     images: list[int] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
     bytes_per_token: int = 0
-    _held: list[Entry | None] = field(default_factory=list)
-    _fetch: list[Callable[[], Entry]] = field(default_factory=list)
+    _sources: list[Source] = field(default_factory=list)
     _parts: list[dict[Part, Tensor]] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -67,44 +68,40 @@ class Bank:
         return torch.cat(self.tokens) if self.tokens else torch.empty(0, dtype=torch.long)
 
     def add(
-        self,
-        entry: Entry,
-        tokens: Tensor,
-        image: int,
-        fetch: Callable[[], Entry] | None = None,
-        reads: Sequence[Part] = (),
+        self, entry: Entry, tokens: Tensor, image: int, source: Source, reads: Sequence[Part] = ()
     ) -> None:
         """One more unit, after all others.
 
         Parameters
         ----------
-        fetch : callable, optional
-            Gives the entry again: then it is not held.
+        entry : Entry
+            As ``source`` gives it.
+        source : Held or callable
+            The entry as it is held, or what fetches it.
         reads : sequence of Part
-            What is held of it in that case.
+            What is held of an entry that is fetched or unpacked.
         """
         self.tokens.append(tokens)
         self.images.append(image)
         self.positions.append(entry.positions.cpu())
         keys = entry.keys
         self.bytes_per_token = 2 * keys[:, :, 0].numel() * keys.element_size()
-        self._held.append(entry if fetch is None else None)
-        self._fetch.append(fetch or (lambda: entry))
-        parts = {} if fetch is None else {part: _part(entry, part).clone() for part in reads}
-        self._parts.append(parts)
+        self._sources.append(source)
+        self._parts.append(
+            {} if _is_whole(source) else {part: _part(entry, part).clone() for part in reads}
+        )
 
     def entry(self, unit: int) -> Entry:
-        """A unit's entry, fetched if it is not held."""
-        held = self._held[unit]
-        return self._fetch[unit]() if held is None else held
+        """A unit's entry, fetched or unpacked where it is not held as it is."""
+        source = self._sources[unit]
+        return source.entry() if isinstance(source, Held) else source()
 
     def part(self, unit: int, part: Part) -> Tensor:
         """``[G, n, d]`` or ``[n, D]``: what a unit is ranked by; held from then on."""
-        held = self._held[unit]
-        if held is not None:
-            return _part(held, part)
+        if _is_whole(self._sources[unit]):
+            return _part(self.entry(unit), part)
         if part not in self._parts[unit]:
-            self._parts[unit][part] = _part(self._fetch[unit](), part).clone()
+            self._parts[unit][part] = _part(self.entry(unit), part).clone()
         return self._parts[unit][part]
 
     def parts(self, chosen: Tensor) -> list[tuple[int, Tensor]]:
@@ -133,8 +130,8 @@ class Bank:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor held: its kind, and itself."""
-        for entry, parts in zip(self._held, self._parts, strict=True):
-            held = [] if entry is None else list(entry.tensors().values())
+        for source, parts in zip(self._sources, self._parts, strict=True):
+            held = source.tensors.values() if isinstance(source, Held) else ()
             for tensor in (*held, *parts.values()):
                 yield "entries", tensor
         for tensor in (*self.tokens, *self.positions):
@@ -147,10 +144,14 @@ class Bank:
             tokens=list(self.tokens),
             images=list(self.images),
             positions=list(self.positions),
-            _held=list(self._held),
-            _fetch=list(self._fetch),
+            _sources=list(self._sources),
             _parts=list(self._parts),
         )
+
+
+def _is_whole(source: Source) -> bool:
+    """Whether an entry is held as it was computed, so that reading it costs nothing."""
+    return isinstance(source, Held) and source.method.is_identity
 
 
 def _part(entry: Entry, part: Part) -> Tensor:
@@ -202,37 +203,3 @@ def contiguous_positions(layout: Layout, positions: Tensor, visible: Tensor) -> 
         found.append(part)
         cursor = int(part.max()) + 1
     return torch.cat(found, dim=1)
-
-
-def take_images(
-    order: Sequence[int], sizes: Sequence[int], token_scores: Tensor, count: int
-) -> Tensor:
-    """Candidates of the first units in an order, until ``count`` are chosen.
-
-    The last unit that fits only partly gives its best tokens; ties go to the lower index.
-
-    Parameters
-    ----------
-    order : sequence of int
-        Units, best first.
-    sizes : sequence of int
-        Candidates of each unit.
-    token_scores : Tensor
-        ``[N]``, by which the last unit is cut.
-
-    Returns
-    -------
-    Tensor
-        ``[min(count, N)]`` int64 ascending.
-    """
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    chosen, left = [], count
-    for unit in order:
-        mine = torch.arange(ends[unit] - sizes[unit], ends[unit])
-        if len(mine) > left:
-            mine = mine[highest(token_scores[mine], left)]
-        chosen.append(mine)
-        left -= len(mine)
-        if not left:
-            break
-    return torch.cat(chosen).sort().values if chosen else torch.empty(0, dtype=torch.long)

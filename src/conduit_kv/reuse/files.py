@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from dataclasses import asdict
+from typing import Any
 
 from conduit_kv.digests import checksum
 from conduit_kv.layout import Grid, View
-from conduit_kv.reuse.entry import VERSION, Entry
+from conduit_kv.methods.hold import HoldMethod
+from conduit_kv.reuse.entry import VERSION
+from conduit_kv.reuse.held import FULL, Held, kind_of
 from conduit_kv.reuse.keys import Key
 
 FORMAT = "conduit-kv entry"
@@ -31,60 +30,6 @@ class Damaged(Exception):
     def __init__(self, reason: str, *, remove: bool = True) -> None:
         super().__init__(reason)
         self.remove = remove
-
-
-@dataclass(frozen=True)
-class Held:
-    """An entry as a tier holds it.
-
-    Attributes
-    ----------
-    kind : {"full", "int8"}
-    tensors : dict
-    digest : str
-    grid : Grid or None
-    dtype : str
-        Of K and V.
-    seconds : float
-    """
-
-    kind: Literal["full", "int8"]
-    tensors: dict[str, Tensor]
-    digest: str
-    grid: Grid | None
-    dtype: str
-    seconds: float
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
-
-    @staticmethod
-    def of(entry: Entry, kind: Literal["full", "int8"]) -> Held:
-        """Hold an entry, on the CPU."""
-        tensors = {name: tensor.detach().cpu() for name, tensor in entry.tensors().items()}
-        if kind == "int8":
-            for name, over in (("keys", 2), ("values", 3)):
-                packed, scale = _quantise(tensors[name], over)
-                tensors[name], tensors[f"{name}.scale"] = packed, scale
-        dtype = str(entry.keys.dtype).removeprefix("torch.")
-        return Held(kind, tensors, entry.digest, entry.grid, dtype, entry.seconds)
-
-    def entry(self) -> Entry:
-        """The entry, K and V in their own dtype."""
-        tensors = dict(self.tensors)
-        if self.kind == "int8":
-            dtype = getattr(torch, self.dtype)
-            for name in ("keys", "values"):
-                scale = tensors.pop(f"{name}.scale")
-                tensors[name] = (tensors[name].float() * scale).to(dtype)
-        return Entry(digest=self.digest, grid=self.grid, seconds=self.seconds, **tensors)
-
-
-def _quantise(tensor: Tensor, over: int) -> tuple[Tensor, Tensor]:
-    """int8 and its scale: one per channel (``over`` the tokens), or one per token."""
-    scale = (tensor.float().abs().amax(over, keepdim=True) / 127).clamp(min=1e-12)
-    return (tensor.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def dump(key: Key, held: Held) -> bytes:
@@ -130,7 +75,7 @@ def header_of(data: bytes) -> dict[str, str]:
     return header
 
 
-def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
+def parse(data: bytes, key: Key | None, method: HoldMethod = FULL) -> Held:
     """What a file holds, checked in every respect.
 
     Parameters
@@ -138,7 +83,7 @@ def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
     data : bytes
     key : Key or None
         The wanted one; None to check the file alone.
-    kind : str or None
+    method : HoldMethod
         How the wanted one is held.
 
     Raises
@@ -164,17 +109,12 @@ def parse(data: bytes, key: Key | None, kind: str | None = None) -> Held:
         raise Damaged("it is the entry of something else")
     if stored.digest != header["digest"] or stored.version != VERSION:
         raise Damaged("it is an entry of another version", remove=False)
-    if kind is not None and header["kind"] != kind:
+    kind = kind_of(method)
+    if key is not None and header["kind"] != kind:
         raise Damaged(f"it is held as {header['kind']}, and this store holds {kind}", remove=False)
-    held = Held(
-        "int8" if header["kind"] == "int8" else "full",
-        tensors,
-        header["digest"],
-        grid,
-        header["dtype"],
-        seconds,
-    )
-    fits = tensors["features"].shape[0] == stored.tokens == tensors["keys"].shape[2]
+    held = Held(method, tensors, header["digest"], grid, header["dtype"], seconds)
+    fits = tensors["features"].shape[0] == stored.tokens
+    fits &= len(tensors.get("bits", tensors["keys"][0, 0])) == stored.tokens
     if not fits or tensors["values"].shape[:3] != tensors["keys"].shape[:3]:
         raise Damaged("its tensors do not fit together")
     return held

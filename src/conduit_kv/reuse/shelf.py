@@ -90,6 +90,7 @@ class Shelf:
         processor : ProcessorMixin or None
             With a chat template, if images are to be prefilled inside it.
         """
+        store.held.check_model(family.text_model(model))
         if processor is None:
             return Shelf(store)
         return Shelf(store, template_prefix(family, model, processor), processor_digest(processor))
@@ -137,7 +138,7 @@ class Shelf:
                     continue
                 start = time.perf_counter()
                 entry = fill(run, piece, prefix, digest=key.digest)
-                self.store.put(key, entry)
+                entry = self.store.put(key, entry)
                 yield Taken(entry, "computed", time.perf_counter() - start)
 
     def take_text(self, run: Run, ids: Tensor) -> tuple[list[Taken], list[Key]]:

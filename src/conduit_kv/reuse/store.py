@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from conduit_kv.budget import Budget
 from conduit_kv.errors import InputError
 from conduit_kv.reuse.disk import DiskTier
 from conduit_kv.reuse.entry import Entry
-from conduit_kv.reuse.files import Damaged, Held, dump, parse
+from conduit_kv.reuse.files import Damaged, dump, parse
+from conduit_kv.reuse.held import Held, holder
 from conduit_kv.reuse.keys import Key
 from conduit_kv.reuse.redis import RedisTier
 
@@ -153,9 +156,10 @@ class Store:
         ``"redis://host:port/0"`` or a client of redis-py.
     tenant : str
         Whose entries these are. Stores of different tenants share nothing, in whatever tier.
-    held : {"full", "int8"}
-        How entries are held: as they were computed, or with K and V as int8 (K per channel, V per
-        token), which halves or quarters them and changes answers slightly.
+    held : str
+        How an image's K and V are held: ``full``, as they were computed; ``int8``, short for
+        ``kivi:8``; or by any hold method whose bits do not depend on a question (``kivi:4``,
+        ``fp8``, ``kvcapsule:0.4``), which makes them smaller and changes answers.
     timeout : float
         Seconds after which Redis is taken to be away.
     """
@@ -168,12 +172,10 @@ class Store:
         memory: int | str = "1GB",
         redis: Any = None,
         tenant: str = "",
-        held: Literal["full", "int8"] = "full",
+        held: str = "full",
         timeout: float = 0.25,
     ) -> None:
-        if held not in ("full", "int8"):
-            raise InputError(f"held={held!r}: entries are held as full or int8")
-        self.tenant, self.held = tenant, held
+        self.tenant, self.held = tenant, holder(held)
         self.memory = MemoryTier(bytes_of(memory))
         self.disk = DiskTier(Path(folder), bytes_of(max_bytes)) if folder is not None else None
         self.redis = RedisTier(redis, timeout) if redis is not None else None
@@ -246,15 +248,22 @@ class Store:
         if tier is self.redis and self.disk is not None:
             self._write(self.disk, key, held)
 
-    def put(self, key: Key, entry: Entry) -> None:
-        """Store an entry in all tiers."""
+    def put(self, key: Key, entry: Entry) -> Entry:
+        """Store an entry in all tiers.
+
+        Returns
+        -------
+        Entry
+            As a later request will find it, so that the first one answers alike.
+        """
         self.costs.filled(key.kind, entry.tokens, entry.seconds)
-        held = Held.of(entry, self.held)
+        held = Held.of(entry.to(torch.device("cpu")), self.held)
         with self._lock:
             self.memory.put(key, held)
         for tier in (self.disk, self.redis):
             if tier is not None:
                 self._write(tier, key, held)
+        return entry if self.held.is_identity else held.entry().to(entry.keys.device)
 
     def _write(self, tier: DiskTier | RedisTier, key: Key, held: Held) -> None:
         try:

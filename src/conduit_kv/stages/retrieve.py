@@ -26,6 +26,7 @@ from conduit_kv.errors import InputError, PlanError
 from conduit_kv.families import Family
 from conduit_kv.families.piece import Piece
 from conduit_kv.layout import Layout
+from conduit_kv.methods.hold import HoldMethod
 from conduit_kv.methods.retrieve import RetrieveMethod
 from conduit_kv.methods.retrieve.base import Ranking
 from conduit_kv.methods.retrieve.quest import Quest
@@ -34,6 +35,7 @@ from conduit_kv.retrieve.bank import Bank, contiguous_positions
 from conduit_kv.retrieve.question import Question
 from conduit_kv.reuse.entry import Entry
 from conduit_kv.reuse.fill import check_layers
+from conduit_kv.reuse.held import FULL, Held
 from conduit_kv.reuse.rotate import columns_of, rotary_of, rotate, unrotate
 from conduit_kv.reuse.shelf import Shelf
 
@@ -78,6 +80,8 @@ class Retrieval:
     cache : VisualCache
     shelf : Shelf
         Where entries come from.
+    hold : HoldMethod
+        How they are kept between questions.
     bank : Bank
         The images so far.
     ids : Tensor
@@ -93,6 +97,7 @@ class Retrieval:
     method: RetrieveMethod
     cache: VisualCache
     shelf: Shelf
+    hold: HoldMethod = FULL
     bank: Bank = field(default_factory=Bank)
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     choice: Choice | None = None
@@ -139,11 +144,11 @@ class Retrieval:
             reads = self.method.reads(len(run.family.layers(text_model)), text_model)
             elsewhere = self.shelf.store.disk is not None or self.shelf.store.redis is not None
             for piece, taken in zip(pieces, found, strict=True):
-                fetch = (
-                    partial(self._fetch, run, piece) if elsewhere and reads is not None else None
-                )
+                held = Held.of(taken.entry, self.hold)
+                stays = elsewhere and reads is not None
+                source = partial(self._fetch, run, piece) if stays else held
                 self.bank.add(
-                    taken.entry, piece.tokens + start, piece.image + base, fetch, reads or ()
+                    held.entry(), piece.tokens + start, piece.image + base, source, reads or ()
                 )
             self.fill_seconds += time.perf_counter() - began
         self.ids = torch.cat([self.ids, ids.cpu()])
@@ -155,7 +160,7 @@ class Retrieval:
     def _fetch(self, run: Run, piece: Piece) -> Entry:
         """An entry that is not held: from the store, or computed again if it is gone."""
         (taken,) = self.shelf.take(run, [piece], self.method.context)
-        return taken.entry
+        return Held.of(taken.entry, self.hold).entry()
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -309,19 +314,30 @@ class Retrieval:
 
     @property
     def notes(self) -> list[str]:
-        """What the newest question saw."""
+        """What the newest question saw, and how what it chose from is kept."""
         if self.choice is None:
             return []
-        bank, chosen = self.bank, self.choice.tokens
+        return [*self._seen(self.choice), *self._kept()]
+
+    def _kept(self) -> list[str]:
+        if self.hold.is_identity:
+            return []
+        held = sum(tensor.numel() * tensor.element_size() for _, tensor in self.bank.tensors())
+        whole = self.bank.size * self.bank.bytes_per_token
+        return [f"{self.hold}: what questions choose from takes {held} bytes; its K and V alone "
+                f"would take {whole} in the model's own type"]  # fmt: skip
+
+    def _seen(self, choice: Choice) -> list[str]:
+        bank, chosen = self.bank, choice.tokens
         counts = torch.bincount(bank.unit[chosen], minlength=len(bank))
-        seen = [unit for unit in self.choice.order if counts[unit]]
+        seen = [unit for unit in choice.order if counts[unit]]
         shown = ", ".join(str(unit + 1) for unit in seen[:8]) + (" ..." if len(seen) > 8 else "")
         if self.method.per_step:
             return [f"{self.method}: each step reads pages of all {bank.size} visual tokens"]
         return [
             f"{self.method}: the question saw {len(chosen)} of {bank.size} visual tokens, of "
             f"{len(seen)} of {len(bank)} images (best first: {shown}), chosen in "
-            f"{self.choice.seconds:.3f} s"
+            f"{choice.seconds:.3f} s"
         ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:

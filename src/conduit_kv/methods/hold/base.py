@@ -31,10 +31,13 @@ class Scene:
     similarity : callable
         ``[W]`` fp32 in [-1, 1]: of each window, its cosine with the question; only for methods
         that search.
+    apart : bool
+        Whether it is one image alone, before it stands in any prompt.
     """
 
     layout: Layout
     similarity: Callable[[], Tensor]
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class HoldMethod(Method):
     in_decode: ClassVar[str] = "new tokens stay in full precision; nothing is packed again"
     searches: ClassVar[bool] = False
     """Whether bits depend on the question."""
+    keys_by: ClassVar[str] = "channel"
+    """Over what a quantised key's scales are shared: see :mod:`conduit_kv.cache.codec`."""
 
     @abstractmethod
     def bits_of(self, scene: Scene, tokens: Tensor) -> Tensor:
@@ -83,6 +88,23 @@ class HoldMethod(Method):
     @abstractmethod
     def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:
         """Pack K (RoPE applied) and V ``[P, S, d]`` of tokens that got the same bits."""
+
+    def restore(
+        self, state: dict[str, Tensor], bits: int, widths: tuple[int, int], where: Where
+    ) -> Store:
+        """What :meth:`store` made, from its ``state()``; ``widths`` are those of K and of V."""
+        return Quantised(**state, widths=widths, bits=bits, keys_by=self.keys_by)
+
+    def check_entries(self) -> None:
+        """Raise PlanError unless images that were prefilled alone can be kept by this method."""
+        if self.searches and not self.is_identity:
+            raise PlanError(
+                f"{self}: its bits depend on the question, and an image that is prefilled alone is "
+                "packed before there is one: take for example kivi:4 or random-windows:3.17"
+            )
+        if getattr(self, "of", "visual") != "visual":
+            raise PlanError(f"{self}: of an image that is prefilled alone no text is kept: leave "
+                            "of= out")  # fmt: skip
 
     @property
     def guard(self) -> float:
@@ -108,7 +130,6 @@ class Quantiser(HoldMethod):
 
     budget_field: ClassVar[str] = "bits"
     budget_hint: ClassVar[str] = "write {name}:4 for 4 bits"
-    keys_by: ClassVar[str] = "channel"
 
     bits: int = FULL_BITS
     of: Literal["visual", "prompt"] = "visual"

@@ -34,3 +34,8 @@ class Fp8(HoldMethod):
 
     def store(self, keys: Tensor, values: Tensor, bits: int, where: Where) -> Store:
         return Narrow.of(keys, values)
+
+    def restore(
+        self, state: dict[str, Tensor], bits: int, widths: tuple[int, int], where: Where
+    ) -> Store:
+        return Narrow(state["keys"], state["values"])

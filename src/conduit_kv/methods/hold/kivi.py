@@ -40,5 +40,7 @@ class Kivi(Quantiser):
 
     def bits_of(self, scene: Scene, tokens: Tensor) -> Tensor:
         bits = super().bits_of(scene, tokens)
+        if scene.apart:  # it has no newest tokens: a prompt goes on behind it
+            return bits
         newest = tokens >= len(scene.layout) - self.residual
         return torch.where(newest, FULL_BITS, bits)

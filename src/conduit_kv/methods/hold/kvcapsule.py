@@ -39,6 +39,7 @@ class Blocks(HoldMethod):
 
     budget_field: ClassVar[str] = "keep"
     budget_hint: ClassVar[str] = "write {name}:0.4 to keep 40 % of the numbers"
+    packs: ClassVar[type[Capsule]] = Capsule
 
     keep: float = 1.0
     rebuild: Literal["step", "once"] = "step"
@@ -81,6 +82,15 @@ class Blocks(HoldMethod):
         parts = self.parts(where, keys).to(keys.device).heads(where.first, len(keys))
         once = self.rebuild == "once"
         return Capsule.of(keys.contiguous(), values.contiguous(), cos, sin, parts, once)
+
+    def restore(
+        self, state: dict[str, Tensor], bits: int, widths: tuple[int, int], where: Where
+    ) -> Store:
+        keys = state["keys"]
+        shape = keys.new_empty((len(keys), 0, widths[0]))
+        parts = self.parts(where, shape).to(keys.device).heads(where.first, len(keys))
+        cos, sin = where.rotary(where.tokens)
+        return self.packs(keys, state["values"], cos, sin, parts, self.rebuild == "once")
 
     @abstractmethod
     def parts(self, where: Where, keys: Tensor) -> BlockParts:

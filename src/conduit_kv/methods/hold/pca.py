@@ -49,6 +49,7 @@ class Pca(KvCapsule):
 
     name: ClassVar[str] = "pca"
     paper: ClassVar[str] = ""
+    packs: ClassVar[type[Capsule]] = Components
 
     def fitted(self, moments: Moments) -> list[BlockParts]:
         return [
@@ -67,6 +68,6 @@ class Pca(KvCapsule):
         free = rotate(keys.float(), whole.cos, -whole.sin) / scale
         blocks = free.unflatten(1, (-1, parts.block)) - parts.key_mean[:, None]
         coefficients = (parts.mix.T @ blocks).to(keys.dtype)
-        return Components(
+        return self.packs(
             coefficients, whole.values, whole.cos, whole.sin, parts, self.rebuild == "once"
         )

@@ -5,16 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from conduit_kv.budget import Budget
+from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import Method
+from conduit_kv.methods.hold.base import HoldMethod
 from conduit_kv.ranks import highest
-from conduit_kv.retrieve.bank import Part, take_images
-from conduit_kv.retrieve.question import Question
+
+if TYPE_CHECKING:
+    from conduit_kv.retrieve.bank import Part
+    from conduit_kv.retrieve.question import Question
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,16 @@ class RetrieveMethod(Method):
     def is_identity(self) -> bool:
         return self.budget.is_everything
 
+    def check_beside(self, others: Sequence[Method]) -> None:
+        for other in [] if self.is_identity else others:
+            if isinstance(other, HoldMethod):
+                other.check_entries()
+            elif not other.is_identity:
+                raise PlanError(
+                    f"{self.name} runs the text anew over what each question chooses, and "
+                    f"{other.name} acts on tokens that it would not find again: take one of them"
+                )
+
     def count(self, candidates: int, bytes_per_token: float) -> int:
         """How many of ``candidates`` visual tokens a question sees.
 
@@ -118,3 +132,37 @@ def unit_softmax_means(scores: Tensor, unit: Tensor) -> Tensor:
     peak = torch.full((units,), -torch.inf).scatter_reduce_(0, unit, scores, "amax")
     spread = unit_means((scores - peak[unit]).exp(), unit)
     return peak + spread.log()
+
+
+def take_images(
+    order: Sequence[int], sizes: Sequence[int], token_scores: Tensor, count: int
+) -> Tensor:
+    """Candidates of the first units in an order, until ``count`` are chosen.
+
+    The last unit that fits only partly gives its best tokens; ties go to the lower index.
+
+    Parameters
+    ----------
+    order : sequence of int
+        Units, best first.
+    sizes : sequence of int
+        Candidates of each unit.
+    token_scores : Tensor
+        ``[N]``, by which the last unit is cut.
+
+    Returns
+    -------
+    Tensor
+        ``[min(count, N)]`` int64 ascending.
+    """
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    chosen, left = [], count
+    for unit in order:
+        mine = torch.arange(ends[unit] - sizes[unit], ends[unit])
+        if len(mine) > left:
+            mine = mine[highest(token_scores[mine], left)]
+        chosen.append(mine)
+        left -= len(mine)
+        if not left:
+            break
+    return torch.cat(chosen).sort().values if chosen else torch.empty(0, dtype=torch.long)

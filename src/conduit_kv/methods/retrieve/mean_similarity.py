@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from conduit_kv.methods.base import register
 from conduit_kv.methods.retrieve.base import Ranking, RetrieveMethod
-from conduit_kv.retrieve.bank import Part
-from conduit_kv.retrieve.question import Question
+
+if TYPE_CHECKING:
+    from conduit_kv.retrieve.bank import Part
+    from conduit_kv.retrieve.question import Question
 
 
 @register

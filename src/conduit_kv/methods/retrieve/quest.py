@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from torch import nn
 from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import register
 from conduit_kv.methods.retrieve.base import Ranking, RetrieveMethod
-from conduit_kv.retrieve.question import Question
+
+if TYPE_CHECKING:
+    from conduit_kv.retrieve.question import Question
 
 
 @register

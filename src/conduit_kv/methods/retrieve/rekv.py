@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import register
 from conduit_kv.methods.retrieve.base import Ranking, RetrieveMethod
-from conduit_kv.retrieve.question import Question
+
+if TYPE_CHECKING:
+    from conduit_kv.retrieve.question import Question
 
 
 @register

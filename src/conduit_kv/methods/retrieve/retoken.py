@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from conduit_kv.families import Family
 from conduit_kv.methods.base import register
 from conduit_kv.methods.retrieve.artefact import ReTokenArtefact, artefact_for
 from conduit_kv.methods.retrieve.base import Ranking, RetrieveMethod, unit_softmax_means
-from conduit_kv.retrieve.bank import Part
-from conduit_kv.retrieve.question import Question
+
+if TYPE_CHECKING:
+    from conduit_kv.retrieve.bank import Part
+    from conduit_kv.retrieve.question import Question
 
 
 @register

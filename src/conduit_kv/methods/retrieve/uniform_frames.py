@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from conduit_kv.methods.base import register
 from conduit_kv.methods.retrieve.base import Ranking, RetrieveMethod
-from conduit_kv.retrieve.question import Question
+
+if TYPE_CHECKING:
+    from conduit_kv.retrieve.question import Question
 
 
 @register
