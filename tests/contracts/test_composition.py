@@ -56,6 +56,8 @@ def _effect(stage: str, cache) -> bool:
         return cache.reuse.usage.image_tokens == visual
     if stage == "retrieve":
         return cache.retrieval.choice is not None
+    if stage == "hold" and cache.retrieval is not None:
+        return any("questions choose from" in note for note in cache.retrieval.notes)
     if stage == "hold":
         return any(isinstance(s, PackedSegment) for layer in cache for s in layer.frozen)
     ran = sequence.text * len(sequence.layers) + sum(layer.active for layer in sequence.layers)

@@ -17,7 +17,7 @@ from conduit_kv.errors import PlanError
 from conduit_kv.layout import Grid, Layout
 from conduit_kv.methods.base import registry
 from conduit_kv.methods.retrieve import AttentionSelect, ReKv, UniformFrames
-from conduit_kv.methods.retrieve.base import take_images, unit_means, unit_softmax_means
+from conduit_kv.methods.retrieve.base import Ranking, take_images, unit_means, unit_softmax_means
 from conduit_kv.plan import Plan
 from conduit_kv.ranks import highest
 from conduit_kv.retrieve import Bank, contiguous_positions
@@ -100,17 +100,24 @@ def test_rekv(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_rekv_layers_choose_for_themselves() -> None:
+def test_rekv_layers_choose_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer attends to its own best images, which stand before the question."""
     vlm = Runner(*tiny_model("llava"), "llava")
+    ranked: dict[int, Ranking] = {}
+    made = ReKv.rank_layer
+
+    def rank_layer(self: ReKv, question: Question, layer: int, queries: Tensor) -> Ranking:
+        ranked[layer] = made(self, question, layer, queries)
+        return ranked[layer]
+
+    monkeypatch.setattr(ReKv, "rank_layer", rank_layer)
     state = vlm.prefill(turn("llava", 3), "rekv:16")
     held = [state.cache.held(layer) for layer in range(4)]
     layout = state.cache.progress.layouts[0]
     assert all(int(layout.visual[tokens].sum()) == 16 for tokens in held)
-    for layer in state.cache:
-        ranking = layer.frozen[0].ranking
+    for number, layer in enumerate(state.cache):
         unit = layout.image[layer.frozen[0].held(0, 0)].unique().tolist()
-        assert unit == [ranking.order[0]]
+        assert unit == [ranked[number].order[0]]
 
 
 @torch.inference_mode()

@@ -150,7 +150,8 @@ class PagedSegment(GatheredSegment):
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         yield from super().tensors()
-        for tensor in (self.low, self.high):
+        read = () if self.read_last is None else (self.read_last,)
+        for tensor in (self.low, self.high, self.question, *read):
             yield "pages", tensor, tensor.numel() * tensor.element_size()
 
     def select_rows(self, rows: Tensor) -> PagedSegment:

@@ -289,10 +289,10 @@ class Retrieval:
         places[before:] += count
         axes = question.family.position_axes
         rotary = rotary_of(question.text_model, places.expand(axes, -1))
-        asking = columns_of(rotary, torch.arange(before, len(text)))
+        turned = columns_of(rotary, torch.arange(before, len(text)))
+        asking = _Asking(method, question, before, turned, span)
         segments: list[Segment | None] = [
-            _ChoosingSegment(method, question, layer, count, before, asking, span)
-            for layer in range(question.n_layers)
+            _ChoosingSegment(asking, layer, count) for layer in range(question.n_layers)
         ]
         ranking = method.rank(question)
         chosen = method.choose(question, ranking, count)
@@ -342,49 +342,72 @@ class Retrieval:
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         """Every tensor held: its kind, itself, and its bytes."""
-        own = (("positions", self.ids), ("positions", self.positions))
+        own = [("positions", self.ids), ("positions", self.positions)]
+        if self.choice is not None:
+            ranking = self.choice.ranking
+            own += [("scores", x) for x in (ranking.token, ranking.unit, self.choice.tokens)]
         for kind, tensor in (*self.bank.tensors(), *own):
             yield kind, tensor, tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """What a layer chooses by, until it has chosen.
+
+    Attributes
+    ----------
+    method, question
+    start : int
+        Position of the first chosen token: where the text before the question ends.
+    turned : (Tensor, Tensor)
+        Cosines and sines of the question's tokens.
+    span : Tensor
+        ``[Q]`` int64, the question's tokens.
+    """
+
+    method: ReKv
+    question: Question
+    start: int
+    turned: tuple[Tensor, Tensor]
+    span: Tensor
 
 
 class _ChoosingSegment(Segment):
     """A layer's own choice, made by the queries that come to it first, and kept for the answer."""
 
-    def __init__(
-        self, method: ReKv, question: Question, layer: int, count: int, start: int,
-        asking: tuple[Tensor, Tensor], span: Tensor,
-    ) -> None:  # fmt: skip
-        self._method, self._question, self._layer = method, question, layer
-        self._count, self._start, self._asking, self._span = count, start, asking, span
-        self.ranking: Ranking | None = None
+    def __init__(self, asking: _Asking, layer: int, count: int) -> None:
+        self._asking: _Asking | None = asking
+        self._layer, self._count = layer, count
         self._chosen: GatheredSegment | None = None
 
     def attend(
         self, query: Tensor, scaling: float, rows: Tensor, window: int | None, *, with_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        if self._chosen is None:
-            self._chosen = self._choose(query, rows)
-        return self._chosen.attend(query, scaling, rows, window, with_lse=with_lse)
+        if self._asking is not None:
+            self._chosen = self._choose(self._asking, query, rows)
+            self._asking = None
+        return self._made.attend(query, scaling, rows, window, with_lse=with_lse)
 
-    def _choose(self, query: Tensor, rows: Tensor) -> GatheredSegment:
-        question, method = self._question, self._method
+    def _choose(self, asking: _Asking, query: Tensor, rows: Tensor) -> GatheredSegment:
+        question, span = asking.question, asking.span
         family, text_model = question.family, question.text_model
-        mine = torch.isin(rows[0].cpu().long(), self._span).to(query.device)
-        free = unrotate(family, text_model, query[0][:, mine], self._asking)
-        self.ranking = method.rank_layer(question, self._layer, free)
-        chosen = method.choose(question, self.ranking, self._count)
+        mine = torch.isin(rows[0].cpu().long(), span).to(query.device)
+        free = unrotate(family, text_model, query[0][:, mine], asking.turned)
+        ranking = asking.method.rank_layer(question, self._layer, free)
+        chosen = asking.method.choose(question, ranking, self._count)
         keys, values = question.bank.gather(chosen, self._layer)
-        places = self._places(chosen)
+        places = self._places(question, chosen, asking.start)
         turned = rotate(family, text_model, keys, rotary_of(text_model, places))
         # They stand directly before the question, whatever image they are of.
-        return _Block(turned[None], values[None], question.bank.places[chosen], self._span)
+        return _Block(turned[None], values[None], question.bank.places[chosen], span)
 
-    def _places(self, chosen: Tensor) -> Tensor:
+    @staticmethod
+    def _places(question: Question, chosen: Tensor, start: int) -> Tensor:
         """``[axes, n]``: one after another from where the text before the question ends."""
-        bank = self._question.bank
-        if self._question.family.position_axes == 1:
-            return torch.arange(len(chosen))[None] + self._start
-        found, cursor = [], self._start
+        bank = question.bank
+        if question.family.position_axes == 1:
+            return torch.arange(len(chosen))[None] + start
+        found, cursor = [], start
         for unit, mine in bank.parts(chosen):
             old = bank.positions[unit]
             part = old[:, mine] - old.amin(1, keepdim=True) + cursor

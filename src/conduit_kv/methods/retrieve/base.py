@@ -83,7 +83,10 @@ class RetrieveMethod(Method):
     def check_beside(self, others: Sequence[Method]) -> None:
         for other in [] if self.is_identity else others:
             if isinstance(other, HoldMethod):
-                other.check_entries()
+                try:
+                    other.check_entries()
+                except PlanError as error:
+                    raise PlanError(f"beside {self.name}, {error}") from None
             elif not other.is_identity:
                 raise PlanError(
                     f"{self.name} runs the text anew over what each question chooses, and "
