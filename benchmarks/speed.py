@@ -137,6 +137,7 @@ def decode(dtype: str, images: int, steps: int, repeats: int) -> dict[str, Any]:
     states = {
         "full": vlm.prefill(inputs, "full"),
         "tgv-kv:0.05": vlm.prefill(inputs, "tgv-kv:0.05"),
+        "tgv-kv:0.05(every=16)": vlm.prefill(inputs, "tgv-kv:0.05(every=16)"),
         "tgv-kv:0.05(decode=off)": vlm.prefill(inputs, "tgv-kv:0.05(decode=off)"),
         "empty cache": vlm.prefill(short, "full"),
     }

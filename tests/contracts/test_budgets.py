@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conduit_kv.budget import Budget
 from conduit_kv.engine.report import Report
+from conduit_kv.engine.runner import Runner
 from conduit_kv.families import family_of
 from conduit_kv.methods.cover import cover_ranks
 from conduit_kv.methods.evict import EvictMethod, Scores
@@ -275,3 +276,20 @@ def test_text_alone_has_a_defined_result():
         assert sum(len(h[0]) for h in run.steps[1].before) == round(0.5 * LAYERS * length)
         run = converse(model, "tgv-kv:0.5(of=visual)", [inputs, tokens(70)])
         assert all(len(heads[0]) == length + 1 for heads in run.held)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3-vl"])
+def test_layers_run_a_few_tokens_beyond_their_share_between_evictions(family):
+    every = 4
+    vlm = Runner(*tiny_model(family), family)
+    state = vlm.prefill(turn(family, 2), f"tgv-kv:0.6(every={every})")
+    cache, went = state.cache, set()
+    for _ in range(30):
+        before = [layer.slots for layer in cache]
+        vlm.step([state], [7])
+        for number, layer in enumerate(cache):
+            granted, then = cache.eviction.budgets[number][0]
+            share = Budget(0.6).target(granted, then, cache.progress.counts[0])
+            assert layer.slots < share + every
+            went.add(before[number] + 1 - layer.slots)
+    assert went == {0, every}

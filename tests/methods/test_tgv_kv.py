@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conduit_kv.errors import PlanError
 from conduit_kv.methods.evict import PROTECTED, Scores, TgvKv
 from conduit_kv.methods.evict import parts as parts_module
 from tests.methods.views import any_view, best, decode, dense, kept_by, make_view, step_views
@@ -187,6 +188,32 @@ def test_decode_drops_what_the_newest_query_attends_to_least():
                 now.tolist().index(j) for j in after.tolist()
             ]
         held = after
+
+
+def test_every_lets_tokens_go_together():
+    """Up to ``every`` beyond the share, then back to it: those the newest query needs least."""
+    views, every = step_views(PARTS, 12), 3
+    trace = decode(TgvKv(0.7, every=every), views, make_view(PARTS), 12)
+    held, went = None, []
+    for before, target, after in trace:
+        went.append(before - len(after))
+        assert len(after) == (target if before - target >= every else before)
+        if held is not None and went[-1]:
+            now = torch.cat([held, after[-1:]])
+            attention = dense(views(now, torch.zeros(1, len(now)))).mean(0)[-1]
+            spared = [i for i, j in enumerate(now.tolist()) if j < 4 or 17 <= j < 23]
+            free = [i for i in range(len(now) - 1) if i not in spared]
+            gone = best((-attention).tolist(), free, went[-1])
+            assert [j for i, j in enumerate(now.tolist()) if i not in gone] == after.tolist()
+        held = after
+    assert set(went) == {0, every}
+
+
+def test_every_is_checked():
+    with pytest.raises(PlanError, match="every=0"):
+        TgvKv(0.5, every=0)
+    with pytest.raises(PlanError, match="decode=public does not"):
+        TgvKv(0.5, every=2, decode="public")
 
 
 def test_decode_grows_when_only_protected_tokens_are_left():

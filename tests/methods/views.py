@@ -132,9 +132,12 @@ def decode(
     for step in range(steps):
         now = then + step + 1
         held = torch.cat([held, torch.tensor([now - 1])])
+        before, target = len(held), method.budget.target(granted, then, now)
+        if method.step_waits(before - target, remembers=scores.carry is not None):
+            trace.append((before, target, held))
+            continue
         view = views(held, carry[held][None])
         found = method.score_step(view)
-        before, target = len(held), method.budget.target(granted, then, now)
         if found.carry is not None:
             carry[held] = found.carry[0]
         tier = found.tier if found.tier is not None else torch.zeros(before, dtype=torch.int8)

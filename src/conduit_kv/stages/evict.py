@@ -213,7 +213,8 @@ class Eviction:
         target = self.method.budget.target(
             granted, then, now, len(self.budgets), self._bytes_per_token
         )
-        if (layer, row) not in self._carried and self.cache.layers[layer].slots <= target:
+        beyond = self.cache.layers[layer].slots - target
+        if self.method.step_waits(beyond, remembers=(layer, row) in self._carried):
             return none
         (view,) = self._views(layer, row, query, scaling)
         scores = self.method.score_step(view)

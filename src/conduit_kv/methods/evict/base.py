@@ -100,6 +100,18 @@ class EvictMethod(Method):
         """Score the candidates after one decoded token."""
         raise NotImplementedError(f"{self.name} evicts nothing in decoding")
 
+    def step_waits(self, excess: int, *, remembers: bool) -> bool:
+        """Whether a decoding step of a layer need not be scored.
+
+        Parameters
+        ----------
+        excess : int
+            Tokens that the layer holds beyond its share; 0 or less: none.
+        remembers : bool
+            Whether earlier scores carried something over.
+        """
+        return excess <= 0 and not remembers
+
     def step_drops(self, excess: int) -> int:
         """How many tokens may go in one decoding step when a layer is ``excess`` over its share."""
         return excess

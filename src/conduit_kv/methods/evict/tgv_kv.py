@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.base import EvictMethod, Scores
 from conduit_kv.methods.evict.parts import (
@@ -66,6 +67,10 @@ class TgvKv(EvictMethod):
         ``"public"`` is the authors' code: at most one token goes per step, and instead of the
         prompt's text a suffix as long as that text is protected, which slides on with each token.
         ``"off"`` evicts nothing in decoding.
+    every : int
+        Let a layer run up to so many tokens beyond its share in decoding, and then let them go
+        together, least attended to by the newest query first. The paper's 1 looks at every layer in
+        every step, which costs more than the step itself where the cache is small.
     """
 
     name: ClassVar[str] = "tgv-kv"
@@ -79,6 +84,17 @@ class TgvKv(EvictMethod):
     text_score: Literal["text", "all"] = "text"
     rows: Literal["text", "last", "all"] = "text"
     decode: Literal["share", "public", "off"] = "share"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1:
+            raise PlanError(f"{self.name}: every={self.every} is not a number of tokens from 1 on")
+        if self.every > 1 and self.decode != "share":
+            raise PlanError(
+                f"{self.name}: every={self.every} is for decode=share, which lets any number of "
+                f"tokens go in a step; decode={self.decode} does not"
+            )
 
     def score(self, view: LayerView) -> Scores:
         text, visual = view.layout.text, view.layout.visual
@@ -159,6 +175,11 @@ class TgvKv(EvictMethod):
         carry = carry.clone()
         carry[:, -1] = -length
         return Scores(attention, newest(tier, length, PROTECTED), carry=carry)
+
+    def step_waits(self, excess: int, *, remembers: bool) -> bool:
+        if self.decode == "public":  # a decoded token remembers the suffix
+            return super().step_waits(excess, remembers=remembers)
+        return excess < self.every
 
     def step_drops(self, excess: int) -> int:
         return min(excess, 1) if self.decode == "public" else excess
