@@ -71,7 +71,7 @@ def methods(draw, names=tuple(NAMES["evict"])):
             values[option.name] = draw(st.integers(0, 50)) * 2 + 1
         elif hint is float and not (method.name == "uniform" and option.name == "cover"):
             values[option.name] = draw(st.floats(0, 1))
-    if values.get("decode", "share") != "share":
+    if "every" in values and values["decode"] != "share":
         values["every"] = 1  # the one option that another rules out
     return method(**values)
 
