@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from conduit_kv.layout import Layout
+
+if TYPE_CHECKING:
+    from conduit_kv.families.encoder import Looked
 
 _BLOCK_FLOATS = 1 << 24  # 64 MB of fp32 scores at a time, whatever the prompt's length
 _SPANS = 8  # parts of the sequence whose rows are scored apart: a row sees what came before it
@@ -202,6 +206,9 @@ class StepView:
         Of these tokens.
     hidden : Tensor
         ``[R, D]``, the states with which they enter the layer.
+    looked_at : Looked or None
+        How much the image encoder looked at each of them (``scores`` ``[R]``, 0 for text), for
+        methods that look; None where it cannot be told.
     """
 
     layer: int
@@ -211,6 +218,7 @@ class StepView:
     layout: Layout
     hidden: Tensor
     _ask: Callable[[], list[LayerView]] = field(repr=False)
+    looked_at: Looked | None = None
 
     @cached_property
     def attention(self) -> list[LayerView]:

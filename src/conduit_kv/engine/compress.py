@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from conduit_kv.engine.report import Report
 from conduit_kv.engine.request import JoinedCache, RequestCache
 from conduit_kv.errors import InputError, PlanError
 from conduit_kv.families import Family, family_of
+from conduit_kv.families.encoder import has_class_token, looking_layer, received
 from conduit_kv.layout import Layout
 from conduit_kv.methods.base import Method
 from conduit_kv.plan import Plan
@@ -36,6 +37,7 @@ _ENCODERS = ("get_image_features", "get_video_features")
 _ENCODED = "_conduit_encoded"
 """Attribute of an encoder's output that says what it was computed from."""
 _LENGTH = "conduit_encoded_length"
+_LOOKED = "conduit_looked_at"
 _OF_IMAGES = ("pixel_", "image_", "video_", "second_per_grid", "batch_num_images", "mm_encoder")
 """How the names of a call's arguments begin that say what its images are."""
 _NOT_INPUTS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels"}
@@ -90,6 +92,10 @@ class Run:
     shelf: Shelf | None = None
     cache: RequestCache | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    _received: list[Tensor] = field(default_factory=list)
+    _looked: Tensor | None = None
+    _looked_by: str = ""
+    _copies: int = 1
 
     @property
     def report(self) -> Report:
@@ -188,6 +194,7 @@ class Run:
             relative = [torch.zeros(1, dtype=torch.long)] * len(rows)
         else:
             visual, copies = _encoder_inputs(visual)
+            self._looked, self._copies = visual.get(_LOOKED), copies
             self._check_pixels(rows, visual)
             # Beams repeat each sequence with its images: one of each is laid out.
             layouts = self.family.layouts(self.model, rows[::copies], visual)
@@ -223,16 +230,31 @@ class Run:
 
     def listen(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The encoders: ``generate`` calls them first and forgets the images' sizes and grids."""
+        self._received = []
         output = original(*args, **kwargs)
         names = list(inspect.signature(original).parameters)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._looked = None
+        if self._received:
+            self._looked = self.family.looked_at(self.model, torch.cat(self._received), given)
         if getattr(output, "pooler_output", None) is not None:
             images = len(output.pooler_output)
-            vars(output)[_ENCODED] = {
-                **dict(zip(names, args, strict=False)),
-                **kwargs,
-                _LENGTH: images,
-            }
+            vars(output)[_ENCODED] = {**given, _LENGTH: images, _LOOKED: self._looked}
         return output
+
+    @property
+    def looks(self) -> bool:
+        """Whether the plan wants to know what the image encoder looked at."""
+        return any(method.looks for method in self.plan.flows)
+
+    def look(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before the encoder's layer runs whose states the language model gets."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        by_class_token = has_class_token(cast("nn.Module", self.family.tower(self.model)))
+        self._received.append(received(module, hidden, by_class_token=by_class_token))
+        self._looked_by = (
+            "attention of the class token" if by_class_token else "mean attention received"
+        )
 
     def text_forward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The text stack's forward: Conduit's decoder loop."""
@@ -242,6 +264,9 @@ class Run:
             return original(*args, **kwargs)
         # Until here the call was embedding and image encoder.
         self.seconds["encode"] = time.perf_counter() - self.seconds.pop("start", 0.0)
+        if self._looked is not None and isinstance(cache, RequestCache):
+            cache.look(self._looked, self._looked_by, self._copies)
+            self._looked = None
         text_model = self.family.text_model(self.model)
         by_default = getattr(text_model.config, "output_hidden_states", False)
         stack = functools.partial(
@@ -429,9 +454,15 @@ def wrapped(run: Run) -> Iterator[None]:
         deltas = getattr(inner, "rope_deltas", None)
         for module, name, replacement in methods:
             module.__dict__[name] = _wrap(getattr(module, name), replacement, lock)
+        looking = looking_layer(target, run.family.tower(target)) if run.looks else None
+        hook = None
+        if looking is not None:
+            hook = looking.register_forward_pre_hook(run.look, with_kwargs=True)
     try:
         yield
     finally:
+        if hook is not None:
+            hook.remove()
         for module, name, own in before:
             if own is None:
                 module.__dict__.pop(name, None)

@@ -14,6 +14,7 @@ from conduit_kv.cache import VisualCache
 from conduit_kv.cache.layer import crop_count
 from conduit_kv.engine.cost import Cost
 from conduit_kv.errors import InputError, PlanError
+from conduit_kv.families.encoder import Looked
 from conduit_kv.methods.evict.base import EvictMethod
 from conduit_kv.methods.evict.full import Full
 from conduit_kv.methods.retrieve import RetrieveMethod
@@ -198,6 +199,27 @@ class RequestCache(VisualCache):
         if self.reuse is not None and self.reuse.waiting:
             return self.reuse.run(stack, embeddings, position_ids, features)
         return stack(embeddings, position_ids, features)
+
+    def look(self, scores: Tensor, by: str, copies: int) -> None:
+        """What the step's images were looked at by their encoder.
+
+        Parameters
+        ----------
+        scores : Tensor
+            ``[N]``, of the visual tokens of all sequences, one after another.
+        copies : int
+            How often each sequence is repeated, for beams.
+        """
+        sizes = []
+        for layout, tokens in zip(self.progress.layouts, self.progress.step_tokens, strict=True):
+            new = int((tokens >= 0).sum())
+            sizes.append(int(layout.visual[len(layout) - new :].sum()))
+        if sum(sizes[::copies]) != len(scores):
+            return
+        parts = [Looked(part, by) for part in scores.split(sizes[::copies]) for _ in range(copies)]
+        for flow in self.flows:
+            if flow.method.looks:
+                flow.looked_at = parts
 
     def enter(self, layer: nn.Module, hidden: Tensor) -> None:
         """Before a layer: hidden states ``[B, n, D]`` of the step's tokens."""

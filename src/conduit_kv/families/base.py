@@ -205,6 +205,32 @@ class Family(ABC):
             ``(None, None, arguments)``.
         """
 
+    # -- what the image encoder looked at ----------------------------------------------------
+
+    def tower(self, model: PreTrainedModel) -> nn.Module | None:
+        """The image encoder, where :meth:`looked_at` can read it."""
+        return None
+
+    def looked_at(
+        self, model: PreTrainedModel, received: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Attention per encoder token to attention per visual token.
+
+        Parameters
+        ----------
+        received : Tensor
+            ``[B, P]`` fp32, of all images or tiles that were encoded, class token included.
+        inputs : mapping
+            What ``get_image_features`` was given.
+
+        Returns
+        -------
+        Tensor or None
+            ``[N]``, of all images in order of appearance; 0 for what stands for no patch. None
+            where it cannot be told.
+        """
+        return None
+
     # -- inside the decoder loop -------------------------------------------------------------
 
     def keys(self, layer: nn.Module, hidden: Tensor) -> Tensor:

@@ -34,6 +34,16 @@ class Idefics3(Family):
     def text_model(self, model: PreTrainedModel) -> nn.Module:
         return model.model.text_model  # type: ignore[no-any-return]
 
+    def tower(self, model: PreTrainedModel) -> nn.Module | None:
+        return model.model.vision_model  # type: ignore[no-any-return]
+
+    def looked_at(
+        self, model: PreTrainedModel, received: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor | None:
+        connector = model.model.connector
+        folded = connector.pixel_shuffle(received[..., None], connector.scale_factor)
+        return folded.mean(-1).flatten()  # type: ignore[no-any-return]
+
     def grids(
         self, model: PreTrainedModel, ids: Sequence[Tensor], inputs: Mapping[str, Any]
     ) -> list[list[Grid]]:

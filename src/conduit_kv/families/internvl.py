@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conduit_kv.errors import InputError
 from conduit_kv.families.base import Family
 from conduit_kv.families.binding import pair, runs
+from conduit_kv.families.encoder import without_class_token
 from conduit_kv.layout import Grid, View
 
 
@@ -59,6 +60,19 @@ class InternVL(Family):
         start = sum(tiles[:number])
         mine = inputs["pixel_values"][start : start + tiles[number]]
         return [(None, None, {"pixel_values": mine})]
+
+    def tower(self, model: PreTrainedModel) -> nn.Module | None:
+        return model.model.vision_tower  # type: ignore[no-any-return]
+
+    def looked_at(
+        self, model: PreTrainedModel, received: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor | None:
+        patches = without_class_token(model, received)
+        side = round(patches.shape[1] ** 0.5)
+        folded = model.model.pixel_shuffle(
+            patches.view(-1, side, side, 1), scale_factor=model.config.downsample_ratio
+        )
+        return folded.mean(-1).flatten()  # type: ignore[no-any-return]
 
     @staticmethod
     def _grid(tiles: int, rows: int, columns: int) -> Grid:

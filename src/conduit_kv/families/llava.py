@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from conduit_kv.families.base import Family
 from conduit_kv.families.binding import IMAGE, bind, pair
+from conduit_kv.families.encoder import has_class_token, without_class_token
 from conduit_kv.layout import Grid, View
 
 
@@ -56,15 +57,20 @@ class Llava(Family):
         height, width = sizes[0].tolist()  # the batch is padded to its largest image
         return [(None, None, {"pixel_values": pixels[..., :height, :width], "image_sizes": sizes})]
 
+    def tower(self, model: PreTrainedModel) -> nn.Module | None:
+        return model.model.vision_tower  # type: ignore[no-any-return]
+
+    def looked_at(
+        self, model: PreTrainedModel, received: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor | None:
+        if inputs.get("image_sizes") is not None:  # encoders of any size merge patches
+            return None
+        return without_class_token(model, received).flatten()
+
     def _grid(self, model: PreTrainedModel, size: Sequence[int], patch: tuple[int, int]) -> Grid:
         rows, columns = size[0] // patch[0], size[1] // patch[1]
         full = model.config.vision_feature_select_strategy == "full"
-        if full and _has_class_token(model.model.vision_tower):
+        if full and has_class_token(model.model.vision_tower):
             # The class token comes first; it is labelled as a row of its own below the patches.
             return Grid(1, rows + 1, columns, (View(0, 1, 1, rows), View(0, rows, columns)))
         return Grid(1, rows, columns)
-
-
-def _has_class_token(tower: nn.Module) -> bool:
-    names = (name.rpartition(".")[2] for name, _ in tower.named_parameters())
-    return any(name in ("class_embedding", "cls_token") for name in names)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conduit_kv.families.anyres import mosaic_shape, side_of, sizes_of, tiles_of, view_and_mosaic
 from conduit_kv.families.base import Family
 from conduit_kv.families.binding import IMAGE, bind
+from conduit_kv.families.encoder import without_class_token
 from conduit_kv.layout import Grid
 
 
@@ -54,3 +55,22 @@ class LlavaNext(Family):
                 {"pixel_values": inputs["pixel_values"][one, :tiles], "image_sizes": sizes},
             )
         ]
+
+    def tower(self, model: PreTrainedModel) -> nn.Module | None:
+        return model.model.vision_tower  # type: ignore[no-any-return]
+
+    def looked_at(
+        self, model: PreTrainedModel, received: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor | None:
+        inner, config = model.model, model.config
+        sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2)
+        tiles = [tiles_of(model, size) for size in sizes.tolist()]
+        patches = without_class_token(model, received)[..., None]
+        # Laid together, cut and ended by newlines in Transformers' own code, as features are.
+        packed, _ = inner.pack_image_features(
+            patches.split(tiles),
+            sizes,
+            vision_feature_select_strategy=config.vision_feature_select_strategy,
+            image_newline=torch.zeros(1),
+        )
+        return torch.cat(packed).flatten()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from conduit_kv.families.anyres import (
@@ -20,6 +20,7 @@ from conduit_kv.families.anyres import (
 )
 from conduit_kv.families.base import Family
 from conduit_kv.families.binding import IMAGE, VIDEO, bind
+from conduit_kv.families.encoder import without_class_token
 from conduit_kv.layout import Grid
 
 
@@ -83,6 +84,29 @@ class LlavaOnevision(Family):
             arguments["batch_num_images"] = torch.tensor([2 if several else 1])
             tiles = 1 if several else tiles
         return [(None, None, {**arguments, "pixel_values": inputs["pixel_values"][one, :tiles]})]
+
+    def tower(self, model: PreTrainedModel) -> nn.Module | None:
+        return model.model.vision_tower  # type: ignore[no-any-return]
+
+    def looked_at(
+        self, model: PreTrainedModel, received: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor | None:
+        if inputs.get("image_sizes") is None:
+            return None  # a video, whose frames are pooled
+        sizes = torch.as_tensor(inputs["image_sizes"]).reshape(-1, 2)
+        tiles = [tiles_of(model, size) for size in sizes.tolist()]
+        if inputs.get("batch_num_images") is not None:
+            counts = torch.as_tensor(inputs["batch_num_images"]).flatten().tolist()
+            alone = [count == 1 for count in counts for _ in range(count)]
+            tiles = [many if tiled else 1 for many, tiled in zip(tiles, alone, strict=True)]
+        patches = without_class_token(model, received)[..., None]
+        packed, _ = model.model.pack_image_features(
+            patches.split(tiles),
+            sizes,
+            image_newline=torch.zeros(1),
+            vision_aspect_ratio=model.config.vision_aspect_ratio,
+        )
+        return torch.cat(packed).flatten()
 
     def _tiled(self, model: PreTrainedModel, size: Sequence[int]) -> Grid:
         side = side_of(model)

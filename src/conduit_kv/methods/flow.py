@@ -80,6 +80,11 @@ class FlowMethod(Method):
         return self.budget.is_everything
 
     @property
+    def looks(self) -> bool:
+        """Whether decisions read how much the image encoder looked at each token."""
+        return False
+
+    @property
     def waits(self) -> bool:
         """Whether tokens that do not run wait and may come back; else they are gone for good."""
         return False

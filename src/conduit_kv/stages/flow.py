@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conduit_kv.cache import VisualCache
 from conduit_kv.cache.cache import borrowed
+from conduit_kv.families.encoder import Looked
 from conduit_kv.layout import Layout
 from conduit_kv.methods.flow import Chosen, Flops, FlowMethod
 from conduit_kv.methods.schedule import Schedule
@@ -64,6 +65,9 @@ class Flow:
         Columns seen when tokens were last chosen; the tokens before cannot be taken back.
     contiguous : bool
         Whether a layer's tokens have positions without gaps.
+    looked_at : list of Looked
+        Per sequence, of the turn's visual tokens; until the first decision, and empty where it
+        cannot be told.
     """
 
     method: FlowMethod
@@ -74,6 +78,7 @@ class Flow:
     notes: list[str] = field(default_factory=list)
     decided_at: int = 0
     contiguous: bool = False
+    looked_at: list[Looked] = field(default_factory=list)
     _due: bool = False
     _heard: dict[int, tuple[list[Tensor], float]] = field(default_factory=dict)
 
@@ -139,6 +144,7 @@ class Flow:
                     layout,
                     stream.states(row),
                     lambda row=row: asked.views(row),  # type: ignore[misc]
+                    self._looked(row, layout),
                 )
                 visual = self._choose(view, count, row, stream)
                 if len(visual) != count:  # what merges depends on the states
@@ -157,7 +163,15 @@ class Flow:
         stream.contiguous = self.contiguous
         stop = list(self.cache.progress.counts)
         self.decisions.append(Decision(layer, first, stop, active))
-        self._heard = {}  # what was heard served this decision
+        self._heard, self.looked_at = {}, []  # what was heard served this decision
+
+    def _looked(self, row: int, layout: Layout) -> Looked | None:
+        """What the encoder looked at, for tokens ``layout`` of a sequence."""
+        if not self.looked_at or len(self.looked_at[row].scores) != int(layout.visual.sum()):
+            return None
+        scores = torch.zeros(len(layout))
+        scores[layout.visual] = self.looked_at[row].scores
+        return replace(self.looked_at[row], scores=scores)
 
     def _choose(self, view: StepView, count: int, row: int, stream: Stream) -> Tensor:
         chosen: Chosen = self.method.choose(view, count)
@@ -200,6 +214,7 @@ class Flow:
             schedules=list(self.schedules),
             decisions=list(self.decisions),
             ranked=list(self.ranked),
+            looked_at=[],
             notes=list(self.notes),
             _heard={},
         )

@@ -19,17 +19,52 @@ from conduit_kv.view import StepView
 Picked = tuple[Tensor, Tensor | None]
 """``[n]`` int64, which of an image's tokens stay, and ``[n, D]`` fp32, what they become."""
 
-Salience = Literal["distinct", "norm"]
-"""What stands in for the class token's attention in the image encoder.
+Salience = Literal["encoder", "distinct", "norm"]
+"""What an image's tokens are ranked by.
 
-``distinct``: one minus a token's mean cosine with the others of its image. ``norm``: the length of
-its embedding. On the built-in model an empty part of a board has longer embeddings than a picture,
-so that the norm keeps what is empty, and loses to chance.
+``encoder``: attention in the image encoder, in the layer whose states the language model gets: of
+its class token (CLIP, InternViT) or, without one, the mean over all patches (SigLIP). Where the
+encoder has no attention that can be read (the built-in model's is convolutional; Qwen's), or the
+images were not encoded in this call, it is ``distinct``. ``distinct``: one minus a token's mean
+cosine with the others of its image. ``norm``: the length of its embedding. On the built-in model an
+empty part of a board has longer embeddings than a picture, so that the norm keeps what is empty,
+and loses to chance.
 """
-SALIENCE = {
-    "distinct": "the score is 1 - mean cosine with the image's tokens, not class-token attention",
-    "norm": "the score is the norm of the projected tokens, not class-token attention",
-}
+
+
+@dataclass(frozen=True)
+class Salient:
+    """What methods have in common that rank tokens by how salient they are, not by the question.
+
+    Parameters
+    ----------
+    score : {"encoder", "distinct", "norm"}
+        See :data:`Salience`.
+    """
+
+    score: Salience = "encoder"
+
+    @property
+    def looks(self) -> bool:
+        """Whether the image encoder's attention is wanted."""
+        return self.score == "encoder"
+
+    def salience(self, view: StepView, places: Tensor) -> Tensor:
+        """``[N]`` fp32 on the CPU, scores of an image's tokens at ``places`` ``[N]`` of a view."""
+        if self.looks and view.looked_at is not None:
+            return view.looked_at.scores[places]
+        states = view.hidden[places.to(view.hidden.device)].float()
+        found = states.norm(dim=-1) if self.score == "norm" else 1 - likeness(states).mean(1)
+        return found.cpu()
+
+    def note(self, view: StepView) -> str:
+        """What the score was, for the report."""
+        if self.looks and view.looked_at is not None:
+            return f"the score is {view.looked_at.by} of the image encoder"
+        by = "the norm of the embeddings" if self.score == "norm" else (
+            "1 - mean cosine with the image's tokens"
+        )  # fmt: skip
+        return f"the score is {by}, not attention of the image encoder"
 
 
 @dataclass(frozen=True)
@@ -60,14 +95,14 @@ class ReduceMethod(FlowMethod):
             places.append(mine[kept[order]])
             if merged is not None:
                 states.append(merged[order.to(merged.device)])
-        if self.note:
-            notes.append(f"{self.name}: {self.note}")
+        note = self.note(view)
+        if note:
+            notes.append(f"{self.name}: {note}")
         hidden = torch.cat(states) if states else None
         return Chosen(torch.cat(places), hidden, note=" ".join(notes))
 
-    @property
-    def note(self) -> str:
-        """What stands in for something that the published method has and a model may not."""
+    def note(self, view: StepView) -> str:
+        """What the report should say of how tokens were ranked."""
         return ""
 
     @abstractmethod
@@ -97,8 +132,3 @@ def likeness(states: Tensor) -> Tensor:
     """``[N, N]`` fp32: cosines of embeddings ``[N, D]``."""
     unit = torch.nn.functional.normalize(states.float(), dim=-1)
     return unit @ unit.T
-
-
-def salience(states: Tensor, by: Salience) -> Tensor:
-    """``[N]`` fp32 scores of an image's embeddings ``[N, D]``."""
-    return states.norm(dim=-1) if by == "norm" else 1 - likeness(states).mean(1)

@@ -32,8 +32,7 @@ class CdPruner(ReduceMethod):
     name: ClassVar[str] = "cdpruner"
     paper: ClassVar[str] = "https://arxiv.org/abs/2506.10967"
 
-    @property
-    def note(self) -> str:
+    def note(self, view: StepView) -> str:
         return "relevance is the cosine of projected token and mean text embedding"
 
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:

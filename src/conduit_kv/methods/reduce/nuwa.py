@@ -13,12 +13,10 @@ from conduit_kv.budget import Budget
 from conduit_kv.methods.base import register
 from conduit_kv.methods.flow import FlowMethod
 from conduit_kv.methods.reduce.base import (
-    SALIENCE,
     Picked,
     ReduceMethod,
-    Salience,
+    Salient,
     likeness,
-    salience,
 )
 from conduit_kv.methods.route.reroute import Delete
 from conduit_kv.ranks import highest
@@ -27,7 +25,7 @@ from conduit_kv.view import StepView
 
 @register
 @dataclass(frozen=True)
-class NuwaReduce(ReduceMethod):
+class NuwaReduce(Salient, ReduceMethod):
     r"""Separate, align, aggregate: a swarm of local leaders.
 
     In each 2 x 2 cell of the grid the best ``ceil(n / cells)`` tokens by score, then the best ``n``
@@ -40,16 +38,17 @@ class NuwaReduce(ReduceMethod):
     weight is then set to 1. Tokens at or above the 55th percentile of the scores kept take no
     merge.
 
-    The published method acts in the image encoder, before the projector: scores are the class
-    token's attention and likeness that of late layers' states. Here both come from the embeddings
-    that reach the language model (:data:`conduit_kv.methods.reduce.base.Salience`), and rows are
-    scaled to sum to 1, since no projector follows that was trained on larger norms.
+    The published method acts in the image encoder, before the projector, with the likeness of late
+    layers' states. Here it acts on the embeddings that reach the language model and their
+    likeness, and rows are scaled to sum to 1, since no projector follows that was trained on larger
+    norms.
 
     Parameters
     ----------
     merge : bool
         False leaves the tokens kept as they are.
-    score : {"distinct", "norm"}
+    score : {"encoder", "distinct", "norm"}
+        See :data:`conduit_kv.methods.reduce.base.Salience`.
     """
 
     name: ClassVar[str] = "nuwa-reduce"
@@ -57,15 +56,10 @@ class NuwaReduce(ReduceMethod):
     basis: ClassVar[str] = "reconstructed"
 
     merge: bool = True
-    score: Salience = "distinct"
-
-    @property
-    def note(self) -> str:
-        return SALIENCE[self.score]
 
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:
         states = view.hidden[places.to(view.hidden.device)].float()
-        score = salience(states, self.score).cpu()
+        score = self.salience(view, places)
         layout = view.layout
         frame, row, column = layout.places[1:, places]
         width = int(column.max()) + 2

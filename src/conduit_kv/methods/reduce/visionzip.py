@@ -12,12 +12,10 @@ from conduit_kv.errors import PlanError
 from conduit_kv.methods.base import register
 from conduit_kv.methods.evict.uniform import spread
 from conduit_kv.methods.reduce.base import (
-    SALIENCE,
     Picked,
     ReduceMethod,
-    Salience,
+    Salient,
     likeness,
-    salience,
 )
 from conduit_kv.ranks import highest
 from conduit_kv.view import StepView
@@ -25,21 +23,21 @@ from conduit_kv.view import StepView
 
 @register
 @dataclass(frozen=True)
-class VisionZip(ReduceMethod):
+class VisionZip(Salient, ReduceMethod):
     """Of ``n`` tokens, the share ``contextual`` (10 of 64, as published) are contextual.
 
     Dominant: the highest scores. Contextual: an even stride over the others gives the targets, and
     every other token joins the target that it is most like (cosine); a target becomes the mean of
     itself and those that joined it.
 
-    The published score is the class token's attention in the image encoder, and likeness that of
-    its keys. Here both come from what every family has, the embeddings that reach the language
-    model; see :data:`conduit_kv.methods.reduce.base.Salience`.
+    Likeness is published for the image encoder's keys; here it is that of the embeddings that reach
+    the language model, which every family has.
 
     Parameters
     ----------
     contextual : float
-    score : {"distinct", "norm"}
+    score : {"encoder", "distinct", "norm"}
+        See :data:`conduit_kv.methods.reduce.base.Salience`.
     """
 
     name: ClassVar[str] = "visionzip"
@@ -47,21 +45,16 @@ class VisionZip(ReduceMethod):
     basis: ClassVar[str] = "reconstructed"
 
     contextual: float = 10 / 64
-    score: Salience = "distinct"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.contextual <= 1:
             raise PlanError(f"{self.name}: contextual={self.contextual:g} is not in [0, 1]")
 
-    @property
-    def note(self) -> str:
-        return SALIENCE[self.score]
-
     def pick(self, view: StepView, places: Tensor, count: int) -> Picked:
         states = view.hidden[places.to(view.hidden.device)].float()
         targets = min(round(count * self.contextual), max(count - 1, 0))
-        dominant = highest(salience(states, self.score), count - targets)
+        dominant = highest(self.salience(view, places), count - targets)
         rest = torch.ones(len(places), dtype=torch.bool)
         rest[dominant] = False
         others = torch.nonzero(rest).flatten()
