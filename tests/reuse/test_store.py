@@ -144,10 +144,30 @@ def test_int8_is_close(tmp_path: Path) -> None:
         kept, stored = getattr(entry, name).float(), getattr(found.entry, name).float()
         # Half of 255 steps between a group's ends, in fp16, and bf16's own rounding.
         assert float((kept - stored).abs().max()) <= float(kept.abs().max()) * (1 / 255 + 2**-7)
-    # What was made coarser is not taken for what was not.
-    other = Store(tmp_path)
-    assert other.get(key) is None
-    assert any("held as kivi:8" in note for note in other.notes)
+
+
+def test_a_folder_remembers_how_it_holds_its_entries(tmp_path: Path) -> None:
+    key = key_of(dtype="torch.bfloat16", tokens=60)
+    Store(tmp_path)  # looked at, but nothing stored: it may still be told
+    store = Store(tmp_path, held="int8")
+    store.put(key, large_entry(key))
+    again = Store(tmp_path)
+    assert str(again.held) == str(store.held)
+    found, kept = again.get(key), store.get(key)
+    assert found is not None
+    assert kept is not None
+    assert torch.equal(found.entry.keys, kept.entry.keys)
+    for other in ("full", "kivi:4"):
+        with pytest.raises(InputError, match="holds its entries as kivi:8"):
+            Store(tmp_path, held=other)
+    assert Store(tmp_path, held="kivi:8").get(key) is not None
+    (tmp_path / "index.sqlite").unlink()
+    assert Store(tmp_path).get(key) is not None
+    Store(tmp_path).clear()
+    assert Store(tmp_path, held="full").held.is_identity
+    # What is in a file is checked all the same.
+    with pytest.raises(Damaged, match="held as kivi:8"):
+        parse(dump(key, Held.of(large_entry(key), holder("int8"))), key)
 
 
 def test_files_and_folders_are_their_owners_alone(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def ask(
         ),
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose stored images these are.")] = "",
-    held: HeldOption = "full",
+    held: HeldOption = None,
     explain_plan: Annotated[
         bool,
         typer.Option("--explain-plan", help="First print what the plan keeps of this prompt."),
@@ -108,7 +108,7 @@ def ask(
     parsed.check_store(store)
     if tenant and store is None:
         raise InputError("--tenant says whose stored images these are: add --store FOLDER")
-    if held != "full" and store is None:
+    if held is not None and store is None:
         raise InputError("--held says how stored images are kept: add --store FOLDER")
     kept = None
     if store is not None:

@@ -33,7 +33,11 @@ ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="CPU threads; by default as many as PyTorch takes.")
 ]
 HeldOption = Annotated[
-    str, typer.Option(help="How stored images are kept: full, int8, or as a hold method: kivi:4.")
+    str | None,
+    typer.Option(
+        help="How stored images are kept: full, int8, or as a hold method does: kivi:4. By default "
+        "as the folder keeps them."
+    ),
 ]
 
 

@@ -62,10 +62,12 @@ def ls(folder: FolderArgument) -> None:
 @guarded
 def stat(folder: FolderArgument) -> None:
     """Say how much is stored, per tenant."""
-    rows = _open(folder).rows()
+    disk = _open(folder)
+    rows = disk.rows()
     text = sum(row.kind == "text" for row in rows)
     kinds = f"{len(rows) - text} of images, {text} of text"
-    typer.echo(f"{len(rows)} entries ({kinds}), {size_text(sum(row.bytes for row in rows))}")
+    typer.echo(f"{len(rows)} entries ({kinds}), {size_text(sum(row.bytes for row in rows))}; "
+               f"K and V of images held as {disk.held_as()}")  # fmt: skip
     for tenant in sorted({row.tenant for row in rows}):
         mine = [row for row in rows if row.tenant == tenant]
         used = sum(row.uses for row in mine)
@@ -147,7 +149,7 @@ def warm(
     model: ModelOption = "embedded",
     max_bytes: Annotated[str, typer.Option(help="The store's limit.")] = "8GB",
     tenant: Annotated[str, typer.Option(help="Whose entries these are.")] = "",
-    held: HeldOption = "full",
+    held: HeldOption = None,
     bare: Annotated[
         bool, typer.Option("--bare", help="Without the chat template (context=none).")
     ] = False,

@@ -319,6 +319,16 @@ class DiskTier:
             self._unlink(digest)
             self._delete_row(digest)
 
+    def held_as(self, wanted: str | None = None) -> str:
+        """How the folder's entries are held; while it has none, what is wanted is remembered."""
+        path = self.folder / "held"
+        if not self.rows() and not (path.exists() and wanted is None):
+            mine = self._writing / f"{self.owner}.held"
+            self._write_file(mine, (wanted or "full").encode())
+            os.replace(mine, path)
+        # Folders of before hold everything as it was computed.
+        return path.read_text().strip() if path.exists() else "full"
+
     def clear(self) -> None:
         """Remove all entries."""
         for row in self.rows():

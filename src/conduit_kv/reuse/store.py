@@ -24,7 +24,7 @@ from conduit_kv.errors import InputError
 from conduit_kv.reuse.disk import DiskTier
 from conduit_kv.reuse.entry import Entry
 from conduit_kv.reuse.files import Damaged, dump, parse
-from conduit_kv.reuse.held import Held, holder
+from conduit_kv.reuse.held import Held, holder, kind_of
 from conduit_kv.reuse.keys import Key
 from conduit_kv.reuse.redis import RedisTier
 
@@ -156,10 +156,11 @@ class Store:
         ``"redis://host:port/0"`` or a client of redis-py.
     tenant : str
         Whose entries these are. Stores of different tenants share nothing, in whatever tier.
-    held : str
+    held : str, optional
         How an image's K and V are held: ``full``, as they were computed; ``int8``, short for
         ``kivi:8``; or by any hold method whose bits do not depend on a question (``kivi:4``,
-        ``fp8``, ``kvcapsule:0.4``), which makes them smaller and changes answers.
+        ``fp8``, ``kvcapsule:0.4``), which makes them smaller and changes answers. By default as
+        the folder holds them; a new one, and memory alone, ``full``.
     timeout : float
         Seconds after which Redis is taken to be away.
     """
@@ -172,12 +173,20 @@ class Store:
         memory: int | str = "1GB",
         redis: Any = None,
         tenant: str = "",
-        held: str = "full",
+        held: str | None = None,
         timeout: float = 0.25,
     ) -> None:
-        self.tenant, self.held = tenant, holder(held)
+        self.tenant, self.held = tenant, holder("full" if held is None else held)
         self.memory = MemoryTier(bytes_of(memory))
         self.disk = DiskTier(Path(folder), bytes_of(max_bytes)) if folder is not None else None
+        if self.disk is not None:
+            there = self.disk.held_as(None if held is None else kind_of(self.held))
+            if held is not None and kind_of(self.held) != there:
+                raise InputError(
+                    f"{folder} holds its entries as {there}, not as {held}: leave held= (--held) "
+                    "out, or name another folder"
+                )
+            self.held = holder(there)
         self.redis = RedisTier(redis, timeout) if redis is not None else None
         self.costs = CostModel()
         self.notes: list[str] = []

@@ -324,8 +324,10 @@ class Retrieval:
             return []
         held = sum(tensor.numel() * tensor.element_size() for _, tensor in self.bank.tensors())
         whole = self.bank.size * self.bank.bytes_per_token
-        return [f"{self.hold}: what questions choose from takes {held} bytes; its K and V alone "
-                f"would take {whole} in the model's own type"]  # fmt: skip
+        return [
+            f"{self.hold}: what questions choose from takes {held / 1e6:.1f} MB; its K and V alone "
+            f"would take {whole / 1e6:.1f} MB in the model's own type"
+        ]
 
     def _seen(self, choice: Choice) -> list[str]:
         bank, chosen = self.bank, choice.tokens
