@@ -69,6 +69,25 @@ def test_a_folder_is_warmed_once_and_asked_later(
     assert "0 entries removed" in capsys.readouterr().out
 
 
+def test_a_folder_packed_once_is_asked_without_saying_how(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = str(tmp_path / "cache")
+    assert main(["store", "warm", str(pictures), "--store", store, "--held", "rtn:8"]) == 0
+    assert main(["store", "stat", store]) == 0
+    assert "held as rtn:8" in capsys.readouterr().out
+    asked = ["ask", "What is this?", "-i", str(pictures / "b.png"), "--plan", "conduit:0.2"]
+    asked += ["--store", store, "--max-new-tokens", "3"]
+    assert main(asked) == 0
+    assert "from disk" in capsys.readouterr().out.replace("\n", " ")
+    assert main([*asked, "--held", "full"]) == 2
+    assert "holds its entries as rtn:8" in capsys.readouterr().err
+    for path in (tmp_path / "cache" / "entries").glob("*/*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert main(asked) == 0
+    assert "is not used" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     (

@@ -146,6 +146,8 @@ def ask(
         out.print(reply.report)
         if len(reply.report.sequences[0].images) > 1:
             out.print(_by_image(reply.report))
+    for note in kept.notes if kept is not None else []:
+        typer.echo(f"note: {note}", err=True)
     if picture is not None and session.state is not None:
         from conduit_kv.picture import center_crop, draw_retention
 
