@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from conduit_kv.cache import codec
 from conduit_kv.layout import Layout
 from conduit_kv.reuse.entry import Entry
 from conduit_kv.reuse.held import Held
@@ -19,6 +20,28 @@ Source = Held | Callable[[], Entry]
 """Where a unit's entry comes from: it is held, packed or not, or fetched each time."""
 
 
+@dataclass(frozen=True)
+class _Coarse:
+    """What ranks a unit, in 8 bits: scores of it decide an order, not what is attended to."""
+
+    words: Tensor
+    scales: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(part: Tensor) -> _Coarse:
+        """``[..., n, d]``, each token by itself."""
+        rows = part.unsqueeze(0) if part.dim() == 2 else part
+        return _Coarse(*codec.encode_by_token(rows, 8), part.shape, part.dtype)
+
+    def dense(self) -> Tensor:
+        """``[..., n, d]``."""
+        width, count = self.shape[-1], self.shape[-2]
+        rows = codec.decode_by_token(self.words, self.scales, 8, width, self.dtype)
+        return rows[:, :count].reshape(self.shape)
+
+
 @dataclass
 class Bank:
     """The visual tokens of a request, unit by unit: what a question may choose from.
@@ -27,7 +50,7 @@ class Bank:
     visual token; candidates count from 0 over all units in the order of the sequence.
 
     A unit's entry is held, packed or not, or it stays where it is stored: then only what ranks it
-    is held, and the entry is fetched when a question has chosen it.
+    is held, in 8 bits, and the entry is fetched when a question has chosen it.
 
     Attributes
     ----------
@@ -46,7 +69,7 @@ class Bank:
     positions: list[Tensor] = field(default_factory=list)
     bytes_per_token: int = 0
     _sources: list[Source] = field(default_factory=list)
-    _parts: list[dict[Part, Tensor]] = field(default_factory=list)
+    _parts: list[dict[Part, _Coarse]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -88,7 +111,7 @@ class Bank:
         self.bytes_per_token = 2 * keys[:, :, 0].numel() * keys.element_size()
         self._sources.append(source)
         self._parts.append(
-            {} if _is_whole(source) else {part: _part(entry, part).clone() for part in reads}
+            {} if _is_whole(source) else {part: _Coarse.of(_part(entry, part)) for part in reads}
         )
 
     def entry(self, unit: int) -> Entry:
@@ -101,8 +124,8 @@ class Bank:
         if _is_whole(self._sources[unit]):
             return _part(self.entry(unit), part)
         if part not in self._parts[unit]:
-            self._parts[unit][part] = _part(self.entry(unit), part).clone()
-        return self._parts[unit][part]
+            self._parts[unit][part] = _Coarse.of(_part(self.entry(unit), part))
+        return self._parts[unit][part].dense()
 
     def parts(self, chosen: Tensor) -> list[tuple[int, Tensor]]:
         """Units with some of candidates ``chosen`` ``[n]`` ascending, and which of the unit's."""
@@ -132,7 +155,8 @@ class Bank:
         """Every tensor held: its kind, and itself."""
         for source, parts in zip(self._sources, self._parts, strict=True):
             held = source.tensors.values() if isinstance(source, Held) else ()
-            for tensor in (*held, *parts.values()):
+            coarse = (tensor for part in parts.values() for tensor in (part.words, part.scales))
+            for tensor in (*held, *coarse):
                 yield "entries", tensor
         for tensor in (*self.tokens, *self.positions):
             yield "positions", tensor
