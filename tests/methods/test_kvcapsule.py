@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conduit_kv import VLM, InputError, PlanError, compress, load_artefact
-from conduit_kv.cache import PackedSegment
+from conduit_kv.cache import Capsule, PackedSegment
 from conduit_kv.capsule import Moments
 from conduit_kv.capsule.fit import fit, image_files
 from conduit_kv.capsule.moments import _removal
@@ -357,3 +357,35 @@ def test_the_command(tmp_path, monkeypatch):
                   *bad],
         )  # fmt: skip
         assert found.exit_code == 2
+
+
+@pytest.mark.parametrize("start", [0, 5_000, 120_000])
+def test_turning_the_query_equals_rebuilding_the_keys_at_any_position(start):
+    """Where cosines are in fp32, which at large positions is a few thousandths off."""
+    torch.manual_seed(1)
+    parts = random_artefact().parts(0.5)[2]
+    blocks, width = 9, 8
+    angles = (torch.arange(start, start + blocks * 6).float()[:, None]
+              * 10_000.0 ** -(torch.arange(0, width, 2) / width))  # fmt: skip
+    keys, values = (torch.randn(2, blocks * 6, width) for _ in range(2))
+    stored = Capsule.of(keys, values, angles.cos(), angles.sin(), parts, False)
+    assert stored._turns is not None
+    query = torch.randn(1, 4, 1, width)
+    index = torch.arange(blocks * 6, dtype=torch.int32)[None, None]
+    found, lse = stored.attend(query, 0.3, index)
+    k, v = stored.dense(torch.float32)
+    logits = query[0, :, 0].view(2, 2, width) @ k.transpose(1, 2) * 0.3
+    expected = (logits.softmax(-1) @ v).flatten(0, 1)
+    tolerance = 1e-5 if start < 100_000 else 2e-2
+    assert torch.allclose(found[0, :, 0], expected, atol=tolerance)
+    assert torch.allclose(lse.flatten(), logits.logsumexp(-1).flatten(), atol=tolerance)
+
+
+def test_blocks_that_are_turned_differently_are_rebuilt():
+    torch.manual_seed(1)
+    parts = random_artefact().parts(0.5)[2]
+    places = torch.arange(12)
+    places[9:] += 1  # a gap inside the second block
+    angles = places.float()[:, None] * 10_000.0 ** -(torch.arange(0, 8, 2) / 8)
+    keys, values = (torch.randn(2, 12, 8) for _ in range(2))
+    assert Capsule.of(keys, values, angles.cos(), angles.sin(), parts, False)._turns is None

@@ -260,6 +260,7 @@ class Capsule(Store):
         return bool(known[1])
 
 
+_TURN = 0.02
 _FEW_ROWS = 16
 """Query rows up to which turning queries costs less than rebuilding keys."""
 
@@ -295,9 +296,10 @@ def _turns_of(parts: BlockParts, cos: Tensor, sin: Tensor) -> _Turns | None:
     # The angle of each token from its block's first.
     near = cos * cos[:, :1] + sin * sin[:, :1]
     far = sin * cos[:, :1] - cos * sin[:, :1]
+    # Cosines of large positions are known to a few thousandths; another position is a radian off.
     if not (
-        torch.allclose(near, near[:1].expand_as(near), atol=1e-3)
-        and torch.allclose(far, far[:1].expand_as(far), atol=1e-3)
+        torch.allclose(near, near[:1].expand_as(near), atol=_TURN)
+        and torch.allclose(far, far[:1].expand_as(far), atol=_TURN)
     ):
         return None
     near, far = near[0], far[0]  # [g, d/2]
