@@ -4,7 +4,7 @@ ENVS := .envs
 SWEEP ?=  # further options of the sweeps, such as --n 100
 PIP := -m pip --disable-pip-version-check --no-input -q
 
-.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule retoken reuse soak support-matrix docs clean
+.PHONY: demo test lint types test-5.19 oracle bench speed usage routing hold kvcapsule retoken retrieve reuse soak support-matrix docs clean
 
 demo: $(ENVS)/demo/ready  ## answer real questions with the full cache and under TGV-KV
 	$(ENVS)/demo/bin/conduit-kv demo
@@ -49,10 +49,16 @@ retoken: $(ENVS)/demo/ready  ## train the built-in model's ReToken anew, after i
 hold: $(ENVS)/demo/ready  ## what packing costs in answers (hours), and decode speed
 	$(ENVS)/demo/bin/python benchmarks/hold_speed.py --model --json benchmarks/results/hold_speed.json
 	$(ENVS)/demo/bin/python benchmarks/hold.py --json benchmarks/results/hold.json
+	$(ENVS)/demo/bin/python benchmarks/tables.py
 
 routing: $(ENVS)/demo/ready  ## route and reduce on boards, and the prefill of sixteen images (hours)
 	$(ENVS)/demo/bin/python benchmarks/routing.py --json benchmarks/results/routing.json
 	$(ENVS)/demo/bin/python benchmarks/routing.py --json benchmarks/results/routing.json --time
+	$(ENVS)/demo/bin/python benchmarks/tables.py
+
+retrieve: $(ENVS)/demo/ready  ## retrieval on 16 to 64 images: recall, answers, turns, time, memory (hours)
+	$(ENVS)/demo/bin/python benchmarks/retrieve.py --json benchmarks/results/retrieve.json $(SWEEP)
+	$(ENVS)/demo/bin/python benchmarks/tables.py
 
 reuse: $(ENVS)/demo/ready  ## what reuse costs in answers (hours), and the first token with 16 images
 	$(ENVS)/demo/bin/python benchmarks/reuse.py --json benchmarks/results/reuse.json

@@ -41,8 +41,11 @@ def main() -> None:
         text = between(text, "usage", usage(found))
         (ROOT / "docs" / "usage.md").write_text(every_plan(found))
     readme.write_text(text)
-    for name, section in (("route", routing), ("retrieve", retrieve)):
-        file = RESULTS / {"route": "routing.json", "retrieve": "retrieve.json"}[name]
+    for name, file, section in (
+        ("route", RESULTS / "routing.json", routing),
+        ("retrieve", RESULTS / "retrieve.json", retrieve),
+        ("hold", RESULTS / "hold_speed.json", packed),
+    ):
         page = ROOT / "docs" / "methods" / f"{name}.md"
         if file.exists():
             page.write_text(between(page.read_text(), name, section(json.loads(file.read_text()))))
@@ -348,7 +351,49 @@ def retrieve(found: dict[str, Any]) -> str:
             f"Resident per question on {row['images']} images with entries on disk: "
             f"{row['resident'] / 1e6:.1f} MB, {100 * row['share']:.1f} % of the full cache.\n"
         )
-    return "\n".join([*parts, "95 % intervals: `python benchmarks/retrieve.py`."])
+    return "\n".join([*parts, "95 % intervals: `make retrieve`."])
+
+
+def packed(found: dict[str, Any]) -> str:
+    """Decode attention over packed tokens against the fastest dense path; then whole steps."""
+    parts = []
+    for entry in found["attention"]:
+        parts.append(
+            f"**Attention of one token over {entry['visual_tokens']} visual tokens, "
+            f"{entry['layers']} layers**\n"
+        )
+        lines = [
+            [
+                f"`{name}`" if ":" in name else name,
+                f"{1000 * seconds:.0f}",
+                f"{entry['time_to_dense'][name]:.2f}",
+                f"{entry['times_smaller'][name]:.2f}" if name in entry["times_smaller"] else "1.00",
+            ]
+            for name, seconds in sorted(entry["median_s"].items(), key=lambda pair: pair[1])
+        ]
+        head = ["held as", "milliseconds", "x the fastest dense path", "times smaller"]
+        parts.append(table(head, lines) + "\n")
+    steps = found.get("steps")
+    if steps:
+        parts.append(f"**A whole step of the built-in model, {steps['tokens']} tokens cached**\n")
+        lines = [
+            [
+                f"`{name}`" if ":" in name else name,
+                f"{1000 * seconds:.0f}",
+                f"{100 * steps['cache_share_of_a_step'][name]:.0f} %",
+                f"{steps['kv_bytes'][name] / 1e6:.0f}" if name in steps["kv_bytes"] else "-",
+            ]
+            for name, seconds in steps["step_s"].items()
+        ]
+        head = ["held as", "milliseconds", "of it the cache", "K and V, MB"]
+        parts.append(table(head, lines) + "\n")
+        parts.append(f"The outlier guard adds {steps['guard_s']:.1f} s to the prefill.\n")
+    parts.append(
+        f"Dense is bf16. Medians, {found['machine']}, torch {found['torch']}, {found['threads']} "
+        "threads: `python benchmarks/hold_speed.py --model`. Where the processor has units for "
+        "bf16, dense paths are faster and the ratios larger."
+    )
+    return "\n".join(parts)
 
 
 def within(entry: dict[str, Any]) -> str:
