@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 from conduit_kv.attention.choice import Path_, choose
@@ -41,6 +42,16 @@ class Mask:
     index: Tensor
     rows: Tensor
     window: int | None = None
+
+    def ends(self, size: int) -> list[int]:
+        """Per block of ``size`` rows: the column behind the last one that any of them sees."""
+        rows = F.pad(self.rows, (0, -self.rows.shape[1] % size), value=-1)
+        newest = rows.unflatten(1, (-1, size)).amax((0, 2))  # [blocks]
+        held = self.index.flatten(0, 1)  # a slot counts where any sequence or head holds it so
+        first = torch.where(held >= 0, held, torch.iinfo(held.dtype).max).amin(0)
+        place = torch.arange(1, len(first) + 1, device=first.device)
+        ends: list[int] = (place * (first <= newest[:, None])).amax(1).tolist()
+        return ends
 
     def block(self, start: int, stop: int, columns: int) -> Tensor:
         """``[B, g, rows, columns]`` bool: what rows ``start:stop`` see of the first columns."""
@@ -133,10 +144,13 @@ def grouped(
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     older = slots - new
     outputs, sums = [], []
+    ends = mask.ends(_BLOCK) if mask is not None else []
     for start in range(0, n, _BLOCK):
         stop = min(start + _BLOCK, n)
         rows = stop - start
         seen = older + stop if new else slots
+        if mask is not None:
+            seen = max(min(seen, ends[start // _BLOCK]), 1)
         columns = min(-(-seen // TILE) * TILE, capacity)
         part = query[:, :, start:stop].reshape(pairs, group * rows, width)
         logits = _products(part, keys[:, :columns])
@@ -152,9 +166,9 @@ def grouped(
         elif columns > seen:
             logits[..., seen:] = -math.inf
         weights = logits.softmax(-1)
-        if mask is not None:
-            weights = weights.nan_to_num(0.0)  # a row of padding, or one that sees nothing here
         output = torch.bmm(weights, values[:, :columns])
+        if mask is not None:  # a row of padding, or one that sees nothing here
+            output.masked_fill_(weights[..., :1].isnan(), 0.0)
         outputs.append(output.view(batch, kv_heads, group, rows, -1))
         if with_lse:
             sums.append(torch.logsumexp(by_row.float(), dim=-1))
