@@ -62,6 +62,7 @@ retrieve: $(ENVS)/demo/ready  ## retrieval on 16 to 64 images: recall, answers, 
 
 reuse: $(ENVS)/demo/ready  ## what reuse costs in answers (hours), and the first token with 16 images
 	$(ENVS)/demo/bin/python benchmarks/reuse.py --json benchmarks/results/reuse.json
+	$(ENVS)/demo/bin/python benchmarks/tables.py
 
 soak: $(ENVS)/demo/ready  ## 2,000 requests over a store smaller than their images (hours)
 	$(ENVS)/demo/bin/python benchmarks/soak.py

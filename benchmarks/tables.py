@@ -45,6 +45,7 @@ def main() -> None:
         ("route", RESULTS / "routing.json", routing),
         ("retrieve", RESULTS / "retrieve.json", retrieve),
         ("hold", RESULTS / "hold_speed.json", packed),
+        ("reuse", RESULTS / "reuse.json", reuse),
     ):
         page = ROOT / "docs" / "methods" / f"{name}.md"
         if file.exists():
@@ -352,6 +353,43 @@ def retrieve(found: dict[str, Any]) -> str:
             f"{row['resident'] / 1e6:.1f} MB, {100 * row['share']:.1f} % of the full cache.\n"
         )
     return "\n".join([*parts, "95 % intervals: `make retrieve`."])
+
+
+def reuse(found: dict[str, Any]) -> str:
+    """Selectors by share refreshed, with what they lose; then seconds to the first token."""
+    parts = []
+    if found.get("rows"):
+        lines = [
+            [
+                f"`{row['plan']}`" if ":" in row["plan"] else row["plan"],
+                f"{row['accuracy']:.2f} ({row['accuracy_low']:.2f}-{row['accuracy_high']:.2f}, "
+                f"n {row['n']})",
+                apart(row["vs_full"]),
+                f"{row['kl']:.3f}",
+                f"{row['kl_answer']:.3f}",
+            ]
+            for row in found["rows"]
+        ]
+        head = ["plan", "accuracy", "against full", "KL of the first token", "KL of the answer"]
+        parts.append(table(head, lines) + "\n")
+    for entry in found.get("speed", []):
+        dtype = entry["dtype"].removeprefix("torch.")
+        parts.append(
+            f"**First token with {entry['images']} images, {entry['tokens']} tokens, {dtype}**\n"
+        )
+        lines = [
+            [
+                name,
+                f"{seconds:.2f}",
+                f"{entry['faster_than_from_pixels'][name]:.1f}",
+                f"{entry['faster_than_from_encoder_outputs'][name]:.1f}",
+            ]
+            for name, seconds in entry["seconds"].items()
+        ]
+        head = ["", "seconds", "x faster than from pixels", "x faster than from encoder outputs"]
+        parts.append(table(head, lines) + "\n")
+        parts.append(f"It runs {100 * entry['flops_share']:.0f} % of the FLOPs.\n")
+    return "\n".join([*parts, "Medians, in turn: `make reuse`."])
 
 
 def packed(found: dict[str, Any]) -> str:
