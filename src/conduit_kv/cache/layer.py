@@ -386,9 +386,9 @@ class VisualLayer(CacheLayerMixin):  # type: ignore[misc]
         """Drop ``tokens[row]`` (all KV heads alike) after a decoding step."""
         tail: DenseSegment = self.tail  # type: ignore[assignment]
         if len(tokens) == 1 and not self.frozen and tail.heads_agree and not tail.holes:
-            held = tail.held(0, 0)
-            for slot in torch.searchsorted(held, tokens[0]).sort(descending=True).values.tolist():
-                tail.remove_slot(slot)
+            slots = torch.searchsorted(tail.held(0, 0), tokens[0].sort().values)
+            if len(slots):
+                tail.remove(slots)
             return
         kept = []
         for row in range(self.batch):

@@ -213,14 +213,20 @@ class DenseSegment(Segment):
         with _writing(self._index):
             self._index[:, :, self.length :] = -1
 
-    def remove_slot(self, slot: int) -> None:
-        """Drop one slot of a batch of one; later slots move up, so that order is kept."""
-        last = self.length - 1
+    def remove(self, slots: Tensor) -> None:
+        """Drop ``slots`` ``[m]`` int64 ascending of a batch of one; later ones move up in order."""
+        first, length = int(slots[0]), self.length - len(slots)
+        if len(slots) == 1:
+            later: Tensor | slice = slice(first + 1, self.length)
+        else:
+            left = torch.ones(self.length - first, dtype=torch.bool)
+            left[slots - first] = False
+            later = (left.nonzero().flatten() + first).to(self._index.device)
         with _writing(self._index):
             for tensor in (self._keys, self._values, self._index):
-                tensor[:, :, slot:last] = tensor[:, :, slot + 1 : self.length].clone()
-            self._index[:, :, last] = -1
-        self.length = last
+                tensor[:, :, first:length] = tensor[:, :, later].clone()
+            self._index[:, :, length : self.length] = -1
+        self.length = length
 
     def tensors(self) -> Iterator[tuple[str, Tensor, int]]:
         index = self.index
