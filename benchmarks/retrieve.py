@@ -224,18 +224,14 @@ def turns_of(measure: Measure, images: int, sets: int, questions: int) -> dict[s
     import random
 
     from conduit_kv.tasks.items import exact_match
-    from conduit_kv.tasks.registry import _image_question, _pool  # the boards of haystacks
+    from conduit_kv.tasks.registry import _pool  # the boards of haystacks
 
     plan = measure.plan("retoken")
-    together, alone, texts = [], [], ([], [])
+    together, alone, texts, kinds = [], [], ([], []), []
     for number in range(sets):
         rng = random.Random(f"turns {images} {number}")
         boards = rng.sample(_pool("test"), images)
-        asked = []
-        while len(asked) < questions:
-            qa = _image_question(rng, boards, rng.randrange(images), "which-image", "test")
-            if qa is not None:
-                asked.append(qa)
+        asked = _questions(rng, boards, questions)
         pictures = [board.image() for board in boards]
 
         def make(asked: Any = asked, pictures: Any = pictures) -> dict[str, Any]:
@@ -269,12 +265,14 @@ def turns_of(measure: Measure, images: int, sets: int, questions: int) -> dict[s
                 chat += [more, _said(chain[-1])]
             return {"alone": singles, "together": chain}
 
-        found = measure.log.once(f"turns {images} {number} {questions} {measure.budget}", make)
+        key = f"turns of all kinds {images} {number} {questions} {measure.budget}"
+        found = measure.log.once(key, make)
         for qa, one, other in zip(asked, found["alone"], found["together"], strict=True):
             alone.append(exact_match(one, qa.answer))
             together.append(exact_match(other, qa.answer))
             texts[0].append(one)
             texts[1].append(other)
+            kinds.append(qa.kind)
     return {
         "images": images,
         "sets": sets,
@@ -284,7 +282,38 @@ def turns_of(measure: Measure, images: int, sets: int, questions: int) -> dict[s
         "together": [statistics.fmean(together), *wilson(statistics.fmean(together), len(alone))],
         "difference": vars(compare(together, alone)),
         "agreement": agreement(texts[1], texts[0]),
+        "by_kind": {
+            kind: {
+                "n": kinds.count(kind),
+                "alone": statistics.fmean(
+                    a for a, k in zip(alone, kinds, strict=True) if k == kind
+                ),
+                "together": statistics.fmean(
+                    t for t, k in zip(together, kinds, strict=True) if k == kind
+                ),
+            }
+            for kind in sorted(set(kinds))
+        },
     }
+
+
+def _questions(rng: Any, boards: Any, count: int) -> list[Any]:
+    """Questions of all kinds, each about another board, and a picture that no other one shows."""
+    from conduit_kv.tasks import questions as ask
+
+    names = [picture.name for board in boards for picture in board.pictures]
+    found: list[Any] = []
+    for board in rng.sample(list(boards), len(boards)):
+        alone = [picture for picture in board.pictures if names.count(picture.name) == 1]
+        if not alone or len(found) == count:
+            continue
+        picture = rng.choice(alone)
+        kind = ("where", "left-of", "which-image")[len(found) % 3]
+        if kind == "which-image":
+            found.append(ask.which_image(picture, boards))
+        else:
+            found.append(ask.where(picture) if kind == "where" else ask.left_of(picture, board))
+    return found
 
 
 def _said(text: str) -> dict[str, Any]:
