@@ -328,18 +328,24 @@ def retrieve(found: dict[str, Any]) -> str:
             if "recall@1" in row
             else "-",
             within({**row, "interval": (row["low"], row["high"])}),
+            ", ".join(f"{kind} {mean:.2f}" for kind, (mean, _) in row["by_kind"].items()),
             f"{apart(row['difference'])} {row['against']}" if "difference" in row else "-",
         ]
         for row in found["answers"]
     ]
-    head = ["images", "plan", "Recall@1", "answers", "against the best full attention"]
+    head = ["images", "plan", "Recall@1", "answers", "by kind", "against the best full attention"]
     parts = [table(head, lines) + "\n"] if lines else []
     for row in found["turns"]:
         parts.append(
             f"{row['questions']} questions one after another on {row['images']} images, "
             f"{row['sets']} sets: {row['together'][0]:.2f} ({row['together'][1]:.2f}-"
             f"{row['together'][2]:.2f}, n {row['n']}), each asked alone {row['alone'][0]:.2f}; "
-            f"difference {apart(row['difference'])}.\n"
+            f"difference {apart(row['difference'])}. By kind, together and alone: "
+            + ", ".join(
+                f"{kind} {each['together']:.2f} and {each['alone']:.2f} (n {each['n']})"
+                for kind, each in row["by_kind"].items()
+            )
+            + ".\n"
         )
     for row in found["time"]:
         shares = ", ".join(f"{name} {share:.2f} x" for name, share in row["share_of"].items())
