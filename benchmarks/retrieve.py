@@ -414,7 +414,7 @@ def main() -> None:
                     measure, task, options.n, methods, options.n_full, options.n_wrong
                 )
         if "turns" in parts:
-            results["turns"] = [turns_of(measure, 16, 10, 10)]
+            results["turns"] = [turns_of(measure, 16, 25, 10)]
         if "time" in parts:
             results["time"] = [times_of(measure, images, options.repeats) for images in (32, 64)]
         if "memory" in parts:
